@@ -1,0 +1,59 @@
+"""Facts about how a model is put together, as far as files show it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ghoststep.evidence.base import Evidence
+
+
+class Mixing(enum.Enum):
+    """How information moves between positions. This decides where a near-zero input row amplifies gradients."""
+
+    RECURRENT_GATED = "recurrent-gated"
+    """At least one layer mixes positions only through a recurrence or gate: amplifies at any position."""
+    ATTENTION_BESIDE = "recurrent-gated with attention beside it"
+    """Every recurrent layer has attention in parallel (Falcon-H1): amplifies at the first visible position only."""
+    ATTENTION = "attention"
+    """Attention only: amplifies at the first visible position only."""
+
+
+class Tie(enum.Enum):
+    """Whether input embedding and output head are one table."""
+
+    TIED = "tied"
+    UNTIED = "untied"
+    BROKEN_FLAG_TRUE = "declared tied, stored as two different tables"
+    BROKEN_HEAD_MISSING = "declared untied, head not stored"
+    NO_HEAD = "no output head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixingClass(Evidence):
+    """The class with the config keys and parameter names that prove it. Counts are layers.
+
+    `causal` is False for encoders, True for decoders, None where files do not say.
+    `lifted_by_positions` is True when learned absolute positions are added to the embedding (GPT-2: never amplifies).
+    """
+
+    mixing: Mixing
+    reason: str
+    num_recurrent_layers: int | None = None
+    num_attention_layers: int | None = None
+    causal: bool | None = None
+    lifted_by_positions: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieState(Evidence):
+    """Flag × tensors × equality. `num_different_rows` counts rows where two stored tables differ (0 if equal, None if one).
+
+    `declared` is the flag (None: not in the config). `first_different_row` is the lowest differing row.
+    """
+
+    tie: Tie
+    reason: str
+    declared: bool | None
+    num_different_rows: int | None = None
+    first_different_row: int | None = None

@@ -1,0 +1,285 @@
+"""Checks, instruments and remedies, and how they are found.
+
+A check is a plain function under `@check`; an instrument a plain function under `@instrument`. Both say what they need by
+the annotations of their parameters: an evidence or subject class is injected, `Fact | Missing` makes it optional.
+Keyword-only parameters of a check are its options. Nothing is registered by hand: the packages `ghoststep.checks` and
+`ghoststep.instruments` are walked, and other packages name a module under the entry point group `ghoststep.checks`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ghoststep.errors import GhoststepError, UsageError
+from ghoststep.evidence.base import Missing
+from ghoststep.finding import Basis, Finding, Power, Severity
+
+ENTRY_POINT_GROUP = "ghoststep.checks"
+CODE_PATTERN = re.compile(r"[A-Z]{2,}[0-9]{3}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """At least one finding. `reason` says what remains open beside them."""
+
+    findings: tuple[Finding, ...]
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clear:
+    """Looked, with this power, and saw nothing. `reason` may carry figures worth reading."""
+
+    power: Power | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotApplicable:
+    """The question makes no sense here."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """Could not look, or not closely enough to call it clear."""
+
+    reason: str
+
+
+Answer = Found | Clear | NotApplicable | Unknown
+
+
+def answer(
+    findings: Iterable[Finding], *, power: Power | None = None, reason: str | None = None, undecided: str | None = None
+) -> Answer:
+    """The usual ending of a check: found if there are findings, else unknown if something stayed undecided, else clear."""
+    found = tuple(findings)
+    if found:
+        return Found(findings=found, reason=undecided)
+    if undecided is not None:
+        return Unknown(reason=undecided)
+    return Clear(power=power, reason=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """One injected parameter: the class asked for, and whether `Missing` is acceptable."""
+
+    parameter: str
+    kind: type
+    optional: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One keyword-only parameter of a check: its type ("float", "int", "str", "bool", "tuple[str, ...]") and default."""
+
+    name: str
+    type: Any
+    default: object
+
+
+class _Injected:
+    """A function whose positional parameters are facts. Calling it calls the function unchanged."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = function.__name__.strip("_").replace("_", "-")
+        self.module = function.__module__
+        self.doc = inspect.cleandoc(function.__doc__ or "")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @cached_property
+    def _hints(self) -> dict[str, Any]:
+        return typing.get_type_hints(self.function)
+
+    @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        """The facts to inject, in parameter order."""
+        positional = (p for p in inspect.signature(self.function).parameters.values() if p.kind is not p.KEYWORD_ONLY)
+        return tuple(self._need(p.name) for p in positional)
+
+    def _need(self, parameter: str) -> Need:
+        hint = self._hints.get(parameter)
+        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kinds = [m for m in members if m is not Missing]
+        if len(kinds) != 1 or not isinstance(kinds[0], type):
+            raise TypeError(
+                f"{self.module}.{self.function.__name__}: parameter {parameter!r} is annotated {hint!r}; expected one "
+                "evidence or subject class, or `Class | Missing`"
+            )
+        return Need(parameter=parameter, kind=kinds[0], optional=Missing in members)
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """The keyword-only parameters; each needs a default."""
+        found = []
+        for p in inspect.signature(self.function).parameters.values():
+            if p.kind is p.KEYWORD_ONLY:
+                if p.default is p.empty:
+                    raise TypeError(f"{self.module}.{self.function.__name__}: option {p.name!r} has no default")
+                found.append(Option(name=p.name, type=self._hints.get(p.name, object), default=p.default))
+        return tuple(found)
+
+
+class Check(_Injected):
+    """A registered check: see `check`."""
+
+    def __init__(
+        self, function: Callable[..., Answer], *, code: str, severity: Severity, basis: Basis, explains: tuple[str, ...]
+    ) -> None:
+        super().__init__(function)
+        if not CODE_PATTERN.fullmatch(code):
+            raise TypeError(f"{self.module}: code {code!r} is not letters and three digits (such as ACME101)")
+        self.code, self.severity, self.basis, self.explains = code, severity, basis, explains
+
+    @property
+    def flaw(self) -> str:
+        """The first line of the docstring: the flaw in one sentence."""
+        return self.doc.partition("\n")[0]
+
+
+class Instrument(_Injected):
+    """A registered instrument: see `instrument`."""
+
+    @cached_property
+    def provides(self) -> type:
+        """The class of the evidence it makes: its return annotation."""
+        kind = self._hints.get("return")
+        if not isinstance(kind, type):
+            raise TypeError(f"{self.module}.{self.function.__name__}: return annotation {kind!r} is not an evidence class")
+        return kind
+
+
+def check(
+    *, code: str, severity: Severity, basis: Basis, explains: Sequence[str] = ()
+) -> Callable[[Callable[..., Answer]], Check]:
+    """Make a check of a pure function.
+
+    The function's name is the check's name (`near_zero_input_rows` → `near-zero-input-rows`) and names the flaw. `severity`
+    and `basis` are the worst and the usual ones; a finding may carry its own. `explains` lists checks (names) whose findings
+    at the same place are symptoms of this one.
+    """
+
+    def decorate(function: Callable[..., Answer]) -> Check:
+        return Check(function, code=code, severity=severity, basis=basis, explains=tuple(explains))
+
+    return decorate
+
+
+def instrument(function: Callable[..., Any]) -> Instrument:
+    """Make an instrument of a function: facts and subjects in by annotation, one evidence out by return annotation.
+
+    It raises `CannotLook` or `DoesNotApply` with a reason where it cannot measure. Several instruments may provide the same
+    evidence from different subjects; the first that succeeds counts.
+    """
+    return Instrument(function)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenPlugin:
+    """A module under the entry point group that failed to load."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry:
+    """Everything found, ordered by code."""
+
+    checks: tuple[Check, ...]
+    instruments: tuple[Instrument, ...] = ()
+    broken_plugins: tuple[BrokenPlugin, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def find(self, code_or_name: str) -> Check:
+        """The check with this code or name (any case); `UsageError` suggests near ones."""
+        wanted = code_or_name.strip()
+        for c in self.checks:
+            if wanted.upper() == c.code or wanted.lower().replace("_", "-") == c.name:
+                return c
+        raise UsageError(_no_such_check(wanted, self.checks))
+
+    def select(self, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Check, ...]:
+        """Checks whose code starts with, or whose name is, one of `select` (all when empty), less those of `ignore`."""
+        for pattern in (*select, *ignore):
+            if not any(_matches(c, pattern) for c in self.checks):
+                raise UsageError(_no_such_check(pattern, self.checks))
+        chosen = [c for c in self.checks if not select or any(_matches(c, p) for p in select)]
+        return tuple(c for c in chosen if not any(_matches(c, p) for p in ignore))
+
+
+def _matches(c: Check, pattern: str) -> bool:
+    return c.code.startswith(pattern.upper()) or c.name == pattern.lower().replace("_", "-")
+
+
+def _no_such_check(wanted: str, checks: Sequence[Check]) -> str:
+    import difflib  # lazy: only on the error path
+
+    known = [c.code for c in checks] + [c.name for c in checks]
+    near = difflib.get_close_matches(wanted.lower(), known, n=3) or difflib.get_close_matches(wanted.upper(), known, n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else "it is neither a code, a prefix of codes nor a name."
+    return f"no check {wanted!r}: {hint} `ghoststep checks` lists them."
+
+
+def walk(package_name: str) -> Iterator[types.ModuleType]:
+    """Import a package and every module below it, in name order."""
+    package = importlib.import_module(package_name)
+    yield package
+    for info in pkgutil.walk_packages(getattr(package, "__path__", []), package_name + "."):
+        yield importlib.import_module(info.name)
+
+
+def members(modules: Iterable[types.ModuleType], kind: type[Any]) -> list[Any]:
+    """Every module-level object of this kind that was defined in the module that holds it."""
+    return [m for module in modules for m in vars(module).values() if isinstance(m, kind) and m.module == module.__name__]
+
+
+def load(*, with_instruments: bool = True, plugins: bool = True) -> Registry:
+    """Find all checks (and, unless only texts are wanted, instruments).
+
+    A plugin that fails to import is recorded, never raised: `broken-check` (GS901) reports it. Two checks with one code
+    or name raise `GhoststepError`, since acceptances and baselines would become ambiguous.
+    """
+    checks = members(walk("ghoststep.checks"), Check)
+    instruments = members(walk("ghoststep.instruments"), Instrument) if with_instruments else []
+    broken, versions = [], {}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if plugins else ():
+        try:
+            modules = list(walk(entry.value))
+            found = members(modules, Check)
+            for c in found:
+                _ = c.needs, c.options  # a bad signature is the plugin's fault: show it now, by name
+            checks += found
+            instruments += members(modules, Instrument)
+            if entry.dist is not None:
+                versions[entry.dist.name] = entry.dist.version
+        except Exception as error:  # a stranger's module may raise anything
+            broken.append(BrokenPlugin(name=entry.name, reason=f"{entry.value}: {type(error).__name__}: {error}"))
+    _refuse_duplicates(checks)
+    checks.sort(key=lambda c: (not c.code.startswith("GS"), c.code))
+    return Registry(checks=tuple(checks), instruments=tuple(instruments), broken_plugins=tuple(broken), versions=versions)
+
+
+def _refuse_duplicates(checks: Sequence[Check]) -> None:
+    seen: dict[str, Check] = {}
+    for c in checks:
+        for key in (c.code, c.name):
+            if key in seen:
+                raise GhoststepError(f"two checks are called {key}: {seen[key].module} and {c.module}; rename one of them")
+            seen[key] = c

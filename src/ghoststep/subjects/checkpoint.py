@@ -1,0 +1,1 @@
+"""A checkpoint as a subject (interface; the container readers fill it)."""

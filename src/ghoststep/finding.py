@@ -7,8 +7,8 @@ They hold plain Python values only and import nothing heavy, so that `explain` a
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 Scalar = int | float | str | bool
 
@@ -159,6 +159,12 @@ class Verdict:
     seconds: float = 0.0
     subject: str | None = None
     accepted: int = 0
+
+    def with_findings(self, findings: Sequence[Finding]) -> Verdict:
+        """This verdict with other findings (at least one): its severity and basis become those of the worst."""
+        worst = min(findings, key=lambda f: (-(f.severity or self.severity).rank, (f.basis or self.basis).rank))
+        severity, basis = worst.severity or self.severity, worst.basis or self.basis
+        return replace(self, outcome=Outcome.FOUND, findings=tuple(findings), severity=severity, basis=basis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

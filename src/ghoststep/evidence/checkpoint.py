@@ -15,6 +15,7 @@ class Declared(Evidence):
     `tie_word_embeddings` is None when the config does not say (transformers 5 leaves it out of the base config).
     `generation` holds bos/eos/pad ids of generation_config.json. `remote_code` lists `auto_map` classes: never executed.
     `layer_kinds` is one entry a layer where the config lists them ("attention", "mamba", "linear_attention", ...), else ().
+    `problems` lists values of a wrong type or an impossible size, in words; each counts as undeclared.
     `raw` is the whole parsed config (plain JSON values) for instruments that need a rarer key.
     """
 
@@ -37,6 +38,7 @@ class Declared(Evidence):
     remote_code: tuple[str, ...] = ()
     layer_kinds: tuple[str, ...] = ()
     raw: Mapping[str, object] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

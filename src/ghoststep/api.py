@@ -1,0 +1,239 @@
+"""`ghoststep.check`: open subjects, ask every check, diagnose, accept, order, report."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ghoststep
+from ghoststep import config as configuration
+from ghoststep.config import Config
+from ghoststep.diagnosis import diagnose
+from ghoststep.engine import Case, ask
+from ghoststep.errors import ConfigError, UsageError
+from ghoststep.evidence.intent import Intent, TrainingKind
+from ghoststep.evidence.tool import AcceptanceUse, ToolRun
+from ghoststep.finding import Outcome, Report, Severity, Verdict
+from ghoststep.registry import Check, Registry, load
+
+if TYPE_CHECKING:
+    from ghoststep.subjects.base import Subject
+
+NO_CONFIG = Config()
+_VERSIONED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "gguf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSettings:
+    """Everything that changes a report beside its subjects. Empty `select` means all checks.
+
+    `training` None means full and prints as a default. `today` is the day acceptances are judged by (UTC).
+    """
+
+    training: TrainingKind | None = None
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    fail_on: Severity = Severity.ERROR
+    strict: bool = False
+    allow_unknown: tuple[str, ...] = ()
+    baseline: Path | None = None
+    config: Config = NO_CONFIG
+    config_file: str = "pyproject.toml"
+    seed: int = 0
+    offline: bool = False
+    timeout_seconds: float | None = None
+    today: datetime.date | None = None
+
+
+def check(
+    *subjects: object,
+    training: str | None = None,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    fail_on: str = "error",
+    strict: bool = False,
+    allow_unknown: Sequence[str] = (),
+    baseline: str | Path | None = None,
+    config: str | Path | None = None,
+    seed: int = 0,
+    offline: bool = False,
+    timeout_seconds: float | None = None,
+) -> Report:
+    """Look at subjects and return every verdict.
+
+    Args:
+        subjects: checkpoint folders or files (`str` or `Path`), `"hf:org/name[@rev]"`, or opened subjects.
+        training: "full" (default), "lora", "frozen-embeddings" or "rl": decides which findings are dangers.
+        select, ignore: codes, prefixes of codes ("GS3") or names.
+        fail_on: "error", "warning" or "note": from here on `exit_code` is 1.
+        strict: unknown verdicts make `exit_code` 2, except those in `allow_unknown`.
+        baseline: a JSON report; its findings are taken out, so that only new ones count.
+        config: a pyproject.toml whose `[tool.ghoststep]` applies; none is searched for.
+        seed: for instruments that sample; the same subjects and seed give the same report.
+        offline: never touch the network.
+        timeout_seconds: what is not measured by then is unknown.
+
+    Raises:
+        UsageError, ConfigError, SubjectError: the call, the configuration or a subject cannot be used at all.
+
+    Cost: reads the bytes of the embedding tables once (about 10 GB/s when cached), the tokenizer a few times; builds no model.
+    """
+    loaded = configuration.load_config(Path(config)) if config is not None else Config()
+    settings = CheckSettings(
+        training=parse_training(training or loaded.training),
+        select=tuple(select) or loaded.select,
+        ignore=tuple(ignore) or loaded.ignore,
+        fail_on=parse_severity(fail_on if fail_on != "error" else loaded.fail_on),
+        strict=strict or loaded.strict,
+        allow_unknown=tuple(allow_unknown) or loaded.allow_unknown,
+        baseline=Path(baseline) if baseline else None,
+        config=loaded,
+        config_file=str(config or "pyproject.toml"),
+        seed=seed,
+        offline=offline,
+        timeout_seconds=timeout_seconds,
+    )
+    return run(open_subjects(subjects, offline=offline), settings)
+
+
+def parse_training(value: str | None) -> TrainingKind | None:
+    """`UsageError` lists the known kinds."""
+    try:
+        return None if value is None else TrainingKind(value)
+    except ValueError as error:
+        raise UsageError(f"training {value!r} is unknown; expected one of {[k.value for k in TrainingKind]}") from error
+
+
+def parse_severity(value: str) -> Severity:
+    """`UsageError` lists the known severities."""
+    try:
+        return Severity(value)
+    except ValueError as error:
+        raise UsageError(f"severity {value!r} is unknown; expected one of {[s.value for s in Severity]}") from error
+
+
+def open_subjects(subjects: Sequence[object], *, offline: bool) -> list[Subject]:
+    """Open what is given by name; pass opened subjects through."""
+    from ghoststep.subjects import open_subject  # lazy: brings numpy along
+
+    if not subjects:
+        raise UsageError("nothing to check: give a checkpoint folder, a file or hf:org/name")
+    return [open_subject(str(s), offline=offline) if isinstance(s, str | Path) else s for s in subjects]  # type: ignore[misc]
+
+
+def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry | None = None) -> Report:
+    """Ask every selected check about every subject. Several subjects of one kind get a case, and verdicts, each."""
+    start = time.perf_counter()
+    registry = registry or load()
+    config = settings.config
+    options = configuration.check_options(config, registry)
+    checks = registry.select(settings.select, settings.ignore)
+    subject_checks = [c for c in checks if not c.code.startswith("GS9")]
+    verdicts: list[Verdict] = []
+    for given in _cases(subjects):
+        intent = Intent(
+            training=settings.training or TrainingKind.FULL,
+            training_declared=settings.training is not None,
+            seed=settings.seed,
+        )
+        case = Case([*given, intent], registry.instruments, timeout_seconds=settings.timeout_seconds)
+        label = given[0].name if len(subjects) > 1 else None
+        verdicts += [replace(ask(case, c, options.get(c.name)), subject=label) for c in subject_checks]
+    diagnosed = diagnose(verdicts, registry.checks)
+    today = settings.today or datetime.datetime.now(datetime.timezone.utc).date()
+    accepted, counts = configuration.accept(diagnosed, config.accept, today)
+    if settings.baseline is not None:
+        from ghoststep.report.baseline import less_baseline
+
+        accepted = less_baseline(accepted, settings.baseline)
+    tool = _tool_run(settings, registry, diagnosed, counts, today)
+    tool_case = Case([tool])
+    tool_checks = [c for c in checks if c.code.startswith("GS9")]
+    everything = [*accepted, *(ask(tool_case, c, options.get(c.name)) for c in tool_checks)]
+    return _report(subjects, everything, settings, options, registry, time.perf_counter() - start)
+
+
+def _cases(subjects: Sequence[Subject]) -> list[list[Any]]:
+    """Subjects that belong together share a case: one of each kind. Two of a kind are two cases."""
+    by_kind: dict[str, list[Subject]] = {}
+    for s in subjects:
+        by_kind.setdefault(s.kind, []).append(s)
+    num_cases = max(len(group) for group in by_kind.values())
+    return [[group[i] for group in by_kind.values() if i < len(group)] for i in range(num_cases)]
+
+
+def _tool_run(
+    settings: CheckSettings, registry: Registry, verdicts: Sequence[Verdict], counts: Sequence[int], today: datetime.date
+) -> ToolRun:
+    looked = {v.code.lower() for v in verdicts if v.outcome in (Outcome.FOUND, Outcome.CLEAR, Outcome.NOT_APPLICABLE)}
+    known = {c.code.lower(): c for c in registry.checks} | {c.name: c for c in registry.checks}
+    uses = []
+    for acceptance, count in zip(settings.config.accept, counts, strict=True):
+        wanted: Check | None = known.get(acceptance.code.lower())
+        if wanted is None:
+            raise ConfigError(f"{settings.config_file}: [[tool.ghoststep.accept]] code {acceptance.code!r} is no check")
+        uses.append(
+            AcceptanceUse(
+                place=acceptance.place,
+                reason=acceptance.reason,
+                until=acceptance.until,
+                days_left=(acceptance.until - today).days,
+                num_matched=count,
+                checked=wanted.code.lower() in looked,
+                file=settings.config_file,
+            )
+        )
+    return ToolRun(acceptances=tuple(uses), broken_plugins=tuple((p.name, p.reason) for p in registry.broken_plugins))
+
+
+def _report(
+    subjects: Sequence[Subject],
+    verdicts: Sequence[Verdict],
+    settings: CheckSettings,
+    options: Mapping[str, Mapping[str, Any]],
+    registry: Registry,
+    seconds: float,
+) -> Report:
+    from ghoststep.report.order import reading_order
+
+    training = settings.training or TrainingKind.FULL
+    return Report(
+        subjects=tuple(s.info() for s in subjects),
+        verdicts=reading_order(verdicts),
+        environment=environment(registry),
+        options={
+            "training": training.value,
+            "training_declared": settings.training is not None,
+            "select": list(settings.select),
+            "ignore": list(settings.ignore),
+            "fail_on": settings.fail_on.value,
+            "strict": settings.strict,
+            "allow_unknown": list(settings.allow_unknown),
+            "baseline": settings.baseline.name if settings.baseline else None,
+            "checks": {name: dict(table) for name, table in options.items()},
+            "seed": settings.seed,
+            "offline": settings.offline,
+            "timeout_seconds": settings.timeout_seconds,
+        },
+        seconds=seconds,
+        exit_code=configuration.exit_code(
+            verdicts, fail_on=settings.fail_on, strict=settings.strict, allow_unknown=settings.allow_unknown
+        ),
+    )
+
+
+def environment(registry: Registry) -> dict[str, str]:
+    """Versions that a result may depend on; asks package metadata, imports nothing."""
+    versions = {"ghoststep": ghoststep.__version__, "python": platform.python_version(), "platform": platform.system()}
+    for name in _VERSIONED:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {**versions, **registry.versions}

@@ -1,0 +1,62 @@
+"""GS006."""
+
+from ghoststep.evidence.checkpoint import Tables
+from ghoststep.evidence.wiring import Tie, TieState
+from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
+from ghoststep.registry import Answer, NotApplicable, answer, check
+
+
+@check(code="GS006", severity=Severity.ERROR, basis=Basis.PROOF)
+def broken_tie(tables: Tables, tie: TieState) -> Answer:
+    """The config's tie flag and the stored tables contradict each other.
+
+    ## What it finds
+    `tie_word_embeddings` true and two stored tables that differ; or false and no stored head in a causal language model.
+
+    ## Why it matters
+    A loader trusts the flag. With true it throws the trained head away and uses the input table; with false it leaves the
+    missing head at its random initialisation. The loss after loading is far above the one before saving, and no key is
+    reported missing.
+
+    ## When it is not a problem
+    Encoders, reward models, adapters and other models without a language-model head; a flag that the config does not give
+    (the tensors decide); two stored copies that are equal.
+
+    ## How to confirm by hand
+    Compare the two tables in the file, or the loss before saving with the loss after loading.
+
+    ## How to fix
+    Decide which one is meant: set the flag to what the tensors are, or re-tie the model (`model.tie_weights()`) and train and
+    save again.
+
+    ## Options
+    None.
+
+    ## References
+    Behaviour of loaders re-measured with transformers 5.24.
+    """
+    if tie.tie is Tie.NO_HEAD:
+        return NotApplicable(reason=f"no output head: {tie.reason}")
+    power = Power(quantity="table rows that differ", smallest_detectable=1, unit="table rows")
+    if tie.tie is Tie.BROKEN_FLAG_TRUE:
+        table = tables.output or tables.input
+        finding = Finding(
+            message=f"the config says that input and output embeddings are one table, but {tie.reason}: a loader that trusts the "
+            "flag throws the trained head away. Set tie_word_embeddings to false, or tie, retrain and save again.",
+            where=Where(file=table.tensor.file, tensor=table.tensor.name, table_row=tie.first_different_row),
+            measured=None
+            if tie.num_different_rows is None
+            else Quantity(value=tie.num_different_rows, unit="table rows that differ"),
+            expected=Quantity(value=0, unit="table rows that differ"),
+            remedy="set tie_word_embeddings to false in the config",
+        )
+        return answer([finding])
+    if tie.tie is Tie.BROKEN_HEAD_MISSING:
+        finding = Finding(
+            message=f"the config says that the output head is a table of its own, but none is stored ({tie.reason}): a loader "
+            "leaves it at its random initialisation. Set tie_word_embeddings to true if it was tied, or save the head.",
+            where=Where(file=tables.input.tensor.file, tensor=tables.input.tensor.name),
+            remedy="set tie_word_embeddings to true in the config, or store the head",
+        )
+        return answer([finding])
+    return answer((), power=power, reason=tie.reason)

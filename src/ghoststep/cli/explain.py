@@ -1,0 +1,49 @@
+"""`ghoststep explain CODE` and `ghoststep explain --symptom "..."`"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ghoststep.cli.options import want_color, width, write
+from ghoststep.errors import UsageError
+
+
+def explain(
+    code: Annotated[str | None, typer.Argument(help="A code (GS301) or a name (near-zero-input-rows).")] = None,
+    symptom: Annotated[
+        str | None, typer.Option(metavar="TEXT", help='What you see, in your words: "grad_norm inf once in a while".')
+    ] = None,
+) -> None:
+    """Explain a check: the flaw, how it is found, why it matters, when it is no problem, how to fix it."""
+    from ghoststep.registry import load
+
+    if (code is None) == (symptom is None):
+        raise UsageError('give a code or --symptom: `ghoststep explain GS301`, `ghoststep explain --symptom "never stops"`')
+    registry = load(with_instruments=False)
+    if code is not None:
+        from ghoststep.report.explain import explanation
+
+        write(explanation(registry.find(code), color=want_color(sys.stdout.isatty()), width=width()), None)
+        return
+    write(_suspects(symptom or "", {c.name: c.code for c in registry.checks}), None)
+
+
+def _suspects(text: str, codes: dict[str, str]) -> str:
+    from ghoststep.symptoms import SYMPTOMS, match
+
+    entries = match(text)
+    lines = []
+    if not entries:
+        lines = ["No symptom in the list matches these words. Known symptoms:", ""]
+        lines += [f"  - {entry.title}" for entry in SYMPTOMS]
+        return "\n".join([*lines, "", "Without a symptom: `ghoststep check CHECKPOINT` asks every check."])
+    for entry in entries:
+        lines += [f"Symptom: {entry.title}", f"  {entry.meaning}", "  Suspects, likeliest first:"]
+        for name in entry.suspects:
+            known = codes.get(name)
+            lines.append(f"    {known}  {name}  (ghoststep explain {known})" if known else f"    planned  {name}")
+        lines += [f"  Prove it: {entry.command}", ""]
+    return "\n".join(lines)

@@ -1,0 +1,59 @@
+"""After the checks: attach what follows from a found cause to that cause. One cause, one error.
+
+The table is the `explains` of the checks themselves. A symptom's finding is attached when it stands at the same place: no key
+of `where` that both name differs. A verdict whose findings were all attached stays `found` but becomes a note that names its
+cause; one with findings left keeps those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ghoststep.finding import Finding, Outcome, Severity, Symptom, Verdict, Where
+from ghoststep.registry import Check
+
+
+def same_place(cause: Where, symptom: Where) -> bool:
+    """True if the two places do not contradict each other."""
+    theirs = dict(symptom.items())
+    # The file alone says little: a config and its weights are two files of one flaw.
+    return all(theirs.get(key, value) == value for key, value in cause.items() if key not in ("file", "token"))
+
+
+def diagnose(verdicts: Sequence[Verdict], checks: Sequence[Check]) -> tuple[Verdict, ...]:
+    """Verdicts in the same order, symptoms moved under their causes. Does not change clear or unknown ones."""
+    explains: Mapping[str, tuple[str, ...]] = {c.name: c.explains for c in checks if c.explains}
+    result = {_key(v): v for v in verdicts}
+    for cause_name, symptom_names in explains.items():
+        for key, cause in list(result.items()):
+            if cause.name == cause_name and cause.outcome is Outcome.FOUND:
+                for symptom_name in symptom_names:
+                    symptom = result.get((symptom_name, cause.subject))
+                    if symptom is not None and symptom.outcome is Outcome.FOUND:
+                        result[key], result[_key(symptom)] = _attach(result[key], symptom)
+    return tuple(result.values())
+
+
+def _key(verdict: Verdict) -> tuple[str, str | None]:
+    return verdict.name, verdict.subject
+
+
+def _attach(cause: Verdict, symptom: Verdict) -> tuple[Verdict, Verdict]:
+    causes = list(cause.findings)
+    left: list[Finding] = []
+    for finding in symptom.findings:
+        for i, candidate in enumerate(causes):
+            if same_place(candidate.where, finding.where):
+                seen = Symptom(code=symptom.code, message=finding.message)
+                causes[i] = replace(candidate, symptoms=(*candidate.symptoms, seen, *finding.symptoms))
+                break
+        else:
+            left.append(finding)
+    if len(left) == len(symptom.findings):
+        return cause, symptom
+    cause = replace(cause, findings=tuple(causes))
+    if left:
+        return cause, symptom.with_findings(left)
+    reason = f"explained by {cause.code} {cause.name}, where its findings stand as symptoms"
+    return cause, replace(symptom, findings=(), severity=Severity.NOTE, reason=reason)

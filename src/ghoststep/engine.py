@@ -1,0 +1,188 @@
+"""The Case: collects each fact once, on demand, and asks every check.
+
+Four answers stay apart. A fact that cannot be had makes the checks that need it `unknown` (or `not-applicable`), with the
+reason; a check or an instrument that raises makes them `broken`, and nothing else suffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ghoststep.errors import CannotLook, DoesNotApply
+from ghoststep.evidence.base import Evidence, Missing
+from ghoststep.finding import Basis, Finding, Outcome, Severity, Verdict
+from ghoststep.registry import Answer, Check, Clear, Found, Instrument, NotApplicable, Unknown
+
+
+class _OutOfTimeError(BaseException):
+    """Raised by the alarm inside whatever runs; not an Exception, so that no handler in between swallows it."""
+
+
+_OURS_TO_PASS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+class Case:
+    """One subject (or several that belong together) with what is known about it so far.
+
+    `given` are subjects and declared facts; `instruments` can measure the rest. `timeout_seconds` bounds the whole case:
+    what has not been measured by then is `unknown`, what has been stays. The alarm works in the main thread of a POSIX
+    process; elsewhere the deadline is looked at between two measurements.
+    """
+
+    def __init__(
+        self, given: Iterable[object], instruments: Sequence[Instrument] = (), *, timeout_seconds: float | None = None
+    ) -> None:
+        self._facts: dict[type, object] = {type(g): g for g in given}
+        self._subjects = {kind for kind in self._facts if not issubclass(kind, Evidence)}
+        self._providers: dict[type, list[Instrument]] = {}
+        for instrument in instruments:
+            self._providers.setdefault(instrument.provides, []).append(instrument)
+        self._measuring: list[type] = []
+        self._timeout_seconds = timeout_seconds
+        self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+
+    def fact(self, kind: type) -> object:
+        """The fact or subject of this class, measured now if need be, or `Missing`. Never raises for a defect."""
+        if kind not in self._facts:
+            if kind in self._measuring:
+                chain = " → ".join(k.__name__ for k in (*self._measuring, kind))
+                return Missing(reason=f"instruments need each other in a circle: {chain}", outcome=Outcome.BROKEN)
+            self._measuring.append(kind)
+            try:
+                self._facts[kind] = self._measure(kind)
+            finally:
+                self._measuring.pop()
+        return self._facts[kind]
+
+    def _measure(self, kind: type) -> object:
+        providers = self._providers.get(kind, [])
+        if not providers:
+            return Missing(reason=_nothing_provides(kind))
+        failures: list[Missing] = []
+        for instrument in providers:
+            result = self._run(instrument)
+            if not isinstance(result, Missing):
+                return result
+            failures.append(result)
+        # The failure that got furthest explains most: a defect first, then "does not apply", then "could not look".
+        ranking = [Outcome.BROKEN, Outcome.NOT_APPLICABLE, Outcome.UNKNOWN]
+        return min(failures, key=lambda m: ranking.index(m.outcome))
+
+    def _run(self, instrument: Instrument) -> object:
+        arguments = self.arguments(instrument)
+        if isinstance(arguments, Missing):
+            return arguments
+        try:
+            with self._alarm():
+                result = instrument.function(*arguments)
+        except _OutOfTimeError:
+            return Missing(reason=f"out of time: --timeout {self._timeout_seconds:g} s passed during {instrument.name}")
+        except DoesNotApply as error:
+            return Missing(reason=str(error), outcome=Outcome.NOT_APPLICABLE)
+        except CannotLook as error:
+            return Missing(reason=str(error))
+        except _OURS_TO_PASS:
+            raise
+        except BaseException as error:  # pyo3 panics of a library derive from BaseException, not Exception
+            return Missing(reason=f"instrument {instrument.name} raised {describe(error)}", outcome=Outcome.BROKEN)
+        if type(result) is not instrument.provides:
+            got = type(result).__name__
+            return Missing(
+                reason=f"instrument {instrument.name} returned {got}, not {instrument.provides.__name__}",
+                outcome=Outcome.BROKEN,
+            )
+        return result
+
+    def arguments(self, injected: Check | Instrument) -> list[object] | Missing:
+        """The facts that a check or instrument needs, in order, or the first `Missing` among the required ones."""
+        arguments = []
+        for need in injected.needs:
+            value = self.fact(need.kind)
+            if isinstance(value, Missing) and not need.optional:
+                return value
+            arguments.append(value)
+        return arguments
+
+    @contextlib.contextmanager
+    def _alarm(self) -> Iterator[None]:
+        if self._deadline is None:
+            yield
+            return
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            raise _OutOfTimeError
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+            yield
+            return
+
+        def ring(*_: object) -> None:
+            raise _OutOfTimeError
+
+        previous = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, remaining)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+
+
+def _nothing_provides(kind: type) -> str:
+    if issubclass(kind, Evidence):
+        return f"nothing here measures {kind.__name__}"
+    return f"no {getattr(kind, 'kind', kind.__name__.lower())} was given"
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, with the place it was raised at (module and line, never a machine's path)."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}{place}: {text[:500]}"
+
+
+def ask(case: Case, check: Check, options: Mapping[str, Any] | None = None) -> Verdict:
+    """One check's verdict. Never raises for a defect: our own bug must not break a user's work."""
+    start = time.perf_counter()
+
+    def verdict(outcome: Outcome, **more: Any) -> Verdict:
+        base = Verdict(code=check.code, name=check.name, outcome=outcome, severity=check.severity, basis=check.basis)
+        return replace(base, seconds=time.perf_counter() - start, **more)
+
+    try:
+        arguments = case.arguments(check)
+        if isinstance(arguments, Missing):
+            return verdict(arguments.outcome, reason=arguments.reason)
+        said: Answer | object = check.function(*arguments, **(options or {}))
+        if isinstance(said, Found):
+            findings = tuple(_complete(f, check) for f in said.findings)
+            if not findings:
+                return verdict(Outcome.BROKEN, reason="the check answered found without a finding")
+            return verdict(Outcome.FOUND, reason=said.reason).with_findings(findings)
+    except _OURS_TO_PASS:
+        raise
+    except BaseException as error:  # as above
+        return verdict(Outcome.BROKEN, reason=f"the check raised {describe(error)}")
+    if isinstance(said, Clear):
+        return verdict(Outcome.CLEAR, power=said.power, reason=said.reason)
+    if isinstance(said, NotApplicable):
+        return verdict(Outcome.NOT_APPLICABLE, reason=said.reason)
+    if isinstance(said, Unknown):
+        return verdict(Outcome.UNKNOWN, reason=said.reason)
+    return verdict(Outcome.BROKEN, reason=f"the check returned {type(said).__name__}; expected Found, Clear, ...")
+
+
+def _complete(finding: Finding | object, check: Check) -> Finding:
+    if not isinstance(finding, Finding):
+        raise TypeError(f"a finding is a {type(finding).__name__}; expected ghoststep.Finding")
+    severity, basis = finding.severity or check.severity, finding.basis or check.basis
+    if basis is Basis.RULE_OF_THUMB:  # DESIGN: a rule of thumb is a note, whatever the check's author wished
+        severity = Severity.NOTE
+    return replace(finding, severity=severity, basis=basis)

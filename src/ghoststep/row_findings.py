@@ -1,0 +1,179 @@
+"""How near-zero and zero input rows are told: one builder for the two checks, so that both say the same things.
+
+Every finding carries token, table row, norm, why this wiring amplifies it, what the trainer would do, what serving sees, and
+the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ghoststep.evidence.base import Missing
+from ghoststep.evidence.intent import Intent, TrainingKind
+from ghoststep.evidence.rows import InputRows, OutputRows
+from ghoststep.evidence.wiring import MixingClass
+from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
+from ghoststep.registry import Answer, Found, NotApplicable, Unknown, answer
+from ghoststep.severity import (
+    HEALTHY_OUTPUT_FRACTION,
+    Exposure,
+    TokenExposure,
+    amplification,
+    consequence,
+    row_severity,
+)
+from ghoststep.text import printable
+
+MAX_LISTED = 100
+"""Findings listed one by one; the rest of a longer list is one finding that gives their number and table rows."""
+
+REMEDY = (
+    "before training, set these input rows to a small random vector of about a tenth of the median norm (never to zeros), or leave "
+    "the tokens out of the data"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCase:
+    """What is known about the input rows of one model when suspicious ones are judged."""
+
+    inputs: InputRows
+    outputs: OutputRows | Missing
+    mixing: MixingClass | Missing
+    exposures: Mapping[int, TokenExposure] | Missing
+    intent: Intent
+
+
+def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_for: str, power: Power) -> Answer:
+    """Judge these suspicious table rows: found, undecided, or clear with the given power."""
+    if not case.intent.training.trains_tables:
+        return NotApplicable(
+            reason=f"--training {case.intent.training.value}: the table is frozen, so its rows get no gradient "
+            "(dead-template-rows judges what a frozen row does)"
+        )
+    if not table_rows:
+        return answer((), power=power)
+    if isinstance(case.exposures, Missing):
+        shown = _rows_text(table_rows)
+        return Unknown(reason=f"{len(table_rows)} table rows are {looked_for} ({shown}), but {case.exposures.reason}")
+    findings: list[Finding] = []
+    undetermined: list[int] = []
+    reserved: list[TokenExposure] = []
+    harmless = 0
+    for table_row in table_rows:
+        exposure = case.exposures.get(table_row)
+        if exposure is None:
+            continue  # no token: alignment padding
+        severity = row_severity(exposure, case.mixing, case.intent.training, zero=zero)
+        if exposure.exposure is Exposure.UNDETERMINED:
+            undetermined.append(table_row)
+        elif exposure.exposure is Exposure.RESERVED:
+            reserved.append(exposure)
+        elif severity is None:
+            harmless += 1
+        else:
+            findings.append(_finding(case, exposure, severity, zero=zero))
+    findings.sort(key=lambda f: (-(f.severity or Severity.NOTE).rank, f.measured.value if f.measured else 0))
+    findings = _bounded(case, findings)
+    if reserved:
+        findings.append(_reserved_finding(case, reserved, looked_for))
+    undecided = None
+    if undetermined:
+        undecided = (
+            f"{len(undetermined)} further table rows are {looked_for} and belong to parts of multi-byte characters "
+            f"({_rows_text(undetermined)}): text in other scripts may produce them; count them in a sample of the corpus"
+        )
+    reason = f"{harmless} table rows are {looked_for}, and nothing produces their tokens" if harmless else None
+    result = answer(findings, power=power, reason=reason, undecided=undecided)
+    if isinstance(result, Found) and case.mixing is not None and isinstance(case.mixing, Missing) and undecided is None:
+        return Found(findings=result.findings, reason=f"wiring unknown: {case.mixing.reason}")
+    return result
+
+
+def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, *, zero: bool) -> Finding:
+    rows = case.inputs.rows
+    norm = float(rows.norms_R[exposure.table_row])
+    token = printable(exposure.token)
+    what = "is exactly zero" if zero else f"has norm {norm:.3g} (median {rows.median_norm:.3g})"
+    parts = [f"the input row of token {token} {what}, and {exposure.exposure.value}."]
+    parts.append(f"{_capital(amplification(case.mixing, exposure))}.")
+    if severity is not Severity.NOTE:
+        happens = consequence(norm * case.inputs.multiplier)
+        parts.append(f"One occurrence in a batch is enough: {happens}.")
+        if zero:
+            parts.append("A row of exact zeros can also turn gradients into NaN in deep models.")
+    if case.intent.training is TrainingKind.RL and exposure.exposure is Exposure.TEMPLATE:
+        parts.append("Under RL every prompt feeds it.")
+    parts.append(_serving(case, exposure.table_row))
+    if zero and rows.storage_note:
+        parts.append(f"{_capital(rows.storage_note)}.")
+    return Finding(
+        message=" ".join(p for p in parts if p),
+        where=Where(
+            file=rows.table.tensor.file,
+            tensor=rows.table.tensor.name,
+            table_row=exposure.table_row,
+            token_id=exposure.table_row,
+            token=exposure.token,
+        ),
+        measured=Quantity(value=norm, unit="L2 norm"),
+        expected=Quantity(value=rows.median_norm, unit="L2 norm (median)"),
+        severity=severity,
+        basis=Basis.PROOF if zero else Basis.MEASURED,
+        remedy=REMEDY,
+    )
+
+
+def _serving(case: RowCase, table_row: int) -> str:
+    if isinstance(case.outputs, Missing):
+        return ""
+    rows = case.outputs.rows
+    if case.outputs.tied:
+        return "Input and output share this row: it is dead on both sides, until the first steps of softmax gradient lift it."
+    if table_row >= rows.table.num_rows:
+        return f"The output head has no row {table_row}."
+    fraction = float(rows.norms_R[table_row]) / rows.median_norm if rows.median_norm > 0 else float("nan")
+    if fraction >= HEALTHY_OUTPUT_FRACTION:
+        return f"Its output row is healthy ({fraction:.2f} of the median norm): serving is unaffected, which is why nobody notices."
+    return f"Its output row is dead too ({fraction:.2g} of the median norm): dead on both sides."
+
+
+def _reserved_finding(case: RowCase, reserved: Sequence[TokenExposure], looked_for: str) -> Finding:
+    table = case.inputs.rows.table
+    names = ", ".join(printable(e.token) for e in reserved[:5]) + (", ..." if len(reserved) > 5 else "")
+    ids = [e.table_row for e in reserved]
+    return Finding(
+        message=f"{len(reserved)} reserved special tokens have input rows that are {looked_for} ({names}; table rows "
+        f"{_rows_text(ids)}). Harmless while nothing uses them; initialise a row before you use its token as a marker.",
+        where=Where(file=table.tensor.file, tensor=table.tensor.name, table_row=ids[0]),
+        measured=Quantity(value=len(reserved), unit="table rows"),
+        severity=Severity.NOTE,
+        remedy=REMEDY,
+    )
+
+
+def _bounded(case: RowCase, findings: list[Finding]) -> list[Finding]:
+    if len(findings) <= MAX_LISTED:
+        return findings
+    rest = findings[MAX_LISTED:]
+    table = case.inputs.rows.table
+    table_rows = sorted(f.where.table_row for f in rest if f.where.table_row is not None)
+    more = Finding(
+        message=f"{len(rest)} further tokens are in the same state; table rows {_rows_text(table_rows)}.",
+        where=Where(file=table.tensor.file, tensor=table.tensor.name),
+        measured=Quantity(value=len(rest), unit="table rows"),
+        severity=rest[0].severity,
+        basis=rest[0].basis,
+        remedy=REMEDY,
+    )
+    return [*findings[:MAX_LISTED], more]
+
+
+def _rows_text(table_rows: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(str(i) for i in table_rows[:most])
+    return f"{shown}, ..." if len(table_rows) > most else shown
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

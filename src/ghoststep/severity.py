@@ -1,0 +1,152 @@
+"""The severity table of near-zero and zero input rows, in one place.
+
+| mixing | the token may be fed | ... and can stand first in what the model sees |
+|---|---|---|
+| recurrent-gated, no attention beside it | error | error |
+| attention (also beside a recurrence) | note | error |
+| attention with learned positions added | note | note |
+
+An exactly zero row is one step worse (not with learned positions, which lift it). A special token that neither template
+nor tokenizer uses is a note. Under RL, a token outside the template is one step milder: rollouts do not produce it. A frozen table
+is no training danger at all. Sources: measured amplification by architecture and position (Mamba-2 depth 24, row norm 1e-30: 9e28
+mid-sequence; Llama depth 24: 6e27 at position 0 and 0.3 mid-sequence; GPT-2: 0.1 everywhere).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ghoststep.evidence.base import Missing
+from ghoststep.evidence.intent import TrainingKind
+from ghoststep.evidence.tokenizer import Reach, SuspectReach, TemplateTokens, Vocabulary
+from ghoststep.evidence.wiring import Mixing, MixingClass
+from ghoststep.finding import Severity
+
+SPIKE_NORM = 1e-6
+"""Effective L2 norm under which one occurrence takes the step. With c ≈ 10 (Mamba-2: 8.5 to 11.5, measured) and N = 16384 loss
+tokens a batch, the gradient c/(N·r) of a row of norm r passes 1e3, where clipping to 1 crushes all others, at r = 6e-7."""
+
+OVERFLOW_NORM = 1e-20
+"""Norm under which the fp32 gradient norm itself can overflow: c/(N·r) > 1.84e19 (the root of the largest float32) at
+r < 2e-20 for N = 30 and smaller for larger batches; measured 1.9e-20 (N = 30), 3.6e-22 (N = 1008)."""
+
+HEALTHY_OUTPUT_FRACTION = 0.1
+"""An output row of at least this share of the median output norm still scores its token: serving is unaffected."""
+
+_FED_ROLES = ("bos", "eos", "cls", "sep")  # pad is masked, mask and unk are not produced by training text
+
+
+class Exposure(enum.Enum):
+    """How training can feed a token."""
+
+    TEMPLATE = "the chat template emits it"
+    ROLE = "the tokenizer or the packing puts it between texts"
+    TEXT = "ordinary text encodes to it"
+    RESERVED = "only its literal string produces it"
+    UNDETERMINED = "it is part of a multi-byte character: undetermined alone"
+    NONE = "nothing produces it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenExposure:
+    """One table row's token: how it is fed, and whether it can stand at the first visible position."""
+
+    table_row: int
+    token: str
+    exposure: Exposure
+    can_be_first: bool
+
+
+def exposures(
+    reach: SuspectReach, template: TemplateTokens | Missing, vocabulary: Vocabulary | Missing
+) -> Mapping[int, TokenExposure]:
+    """The exposure of every suspect table row that has a token; rows without one (alignment padding) are left out."""
+    emitted = frozenset(template.ids) if isinstance(template, TemplateTokens) else frozenset()
+    first = set(template.first_ids) if isinstance(template, TemplateTokens) else set()
+    roles: dict[int, str] = {}
+    padding: int | None = None
+    if isinstance(vocabulary, Vocabulary):
+        padding = vocabulary.special_ids.get("pad")
+        roles = {i: role for role, i in vocabulary.special_ids.items() if role in _FED_ROLES}
+        first.update(vocabulary.prefix_ids, (i for i, role in roles.items() if role in ("bos", "cls")))
+    first |= reach.starts_document
+    result = {}
+    for table_row, kind in reach.reach.items():
+        if kind is Reach.NO_TOKEN:
+            continue
+        exposure = _exposure(kind, table_row in emitted, table_row in roles)
+        if exposure is Exposure.RESERVED and table_row == padding:
+            exposure = Exposure.NONE  # padding_idx keeps this row at zero on purpose, and padding is masked
+        result[table_row] = TokenExposure(
+            table_row=table_row,
+            token=reach.tokens.get(table_row, ""),
+            exposure=exposure,
+            can_be_first=table_row in first and exposure not in (Exposure.NONE, Exposure.RESERVED),
+        )
+    return result
+
+
+def _exposure(kind: Reach, emitted: bool, has_role: bool) -> Exposure:
+    if emitted or kind is Reach.TEMPLATE:
+        return Exposure.TEMPLATE
+    if has_role:
+        return Exposure.ROLE
+    return {
+        Reach.REACHABLE: Exposure.TEXT,
+        Reach.SPECIAL: Exposure.RESERVED,
+        Reach.PARTIAL_UTF8: Exposure.UNDETERMINED,
+    }.get(kind, Exposure.NONE)
+
+
+def row_severity(
+    exposure: TokenExposure, mixing: MixingClass | Missing, training: TrainingKind, *, zero: bool
+) -> Severity | None:
+    """The cell of the table, or None where there is no danger (frozen table, nothing feeds the token, undetermined)."""
+    if not training.trains_tables or exposure.exposure in (Exposure.NONE, Exposure.UNDETERMINED):
+        return None
+    if exposure.exposure is Exposure.RESERVED:
+        return Severity.NOTE
+    if isinstance(mixing, Missing):
+        return Severity.WARNING  # the row is there and fed; only how hard it amplifies is open
+    if mixing.mixing is Mixing.RECURRENT_GATED:
+        severity = Severity.ERROR
+    elif mixing.lifted_by_positions:
+        return Severity.NOTE
+    else:
+        first_is_alone = mixing.causal is not False  # in an encoder the first position sees all others
+        severity = Severity.ERROR if exposure.can_be_first and first_is_alone else Severity.NOTE
+        severity = severity.worse() if zero else severity
+    if training is TrainingKind.RL and exposure.exposure is Exposure.TEXT:
+        severity = severity.milder()
+    return severity
+
+
+def amplification(mixing: MixingClass | Missing, exposure: TokenExposure) -> str:
+    """Why this wiring amplifies the row's gradient, in half a sentence."""
+    if isinstance(mixing, Missing):
+        return f"how this model mixes positions is unknown ({mixing.reason}), so it may amplify"
+    if mixing.mixing is Mixing.RECURRENT_GATED:
+        return f"{mixing.reason}: nothing else at that position carries a normal value, so the row's gradient grows like 1/norm"
+    if mixing.lifted_by_positions:
+        return "learned positions are added to the row and lift it, so its gradient stays ordinary"
+    if exposure.can_be_first:
+        return (
+            "attention reaches a normal token everywhere but at the first visible position, and this token can stand there "
+            "(start of a sequence or of a packed document, or after left padding): its gradient then grows like 1/norm"
+        )
+    return "attention reaches a normal token at every position where this one stands, so its gradient stays ordinary"
+
+
+def consequence(effective_norm: float) -> str:
+    """What the trainer in use would do with such a gradient."""
+    if effective_norm < OVERFLOW_NORM:
+        return (
+            "the fp32 gradient norm overflows to inf; torch's clip_grad_norm_ then multiplies every gradient by 0 without a word, "
+            "DeepSpeed ZeRO skips the step, Megatron-Core aborts"
+        )
+    return (
+        "the gradient norm spikes (finite, so nothing is skipped) and clipping crushes every other gradient: the step is wasted, "
+        "with torch, DeepSpeed and Megatron-Core alike"
+    )

@@ -1,0 +1,221 @@
+"""Every cell of the severity table of near-zero and zero input rows (GS301, GS302), and what must stay silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from ghoststep.checks.rows.near_zero_input_rows import near_zero_input_rows
+from ghoststep.checks.rows.zero_input_rows import zero_input_rows
+from ghoststep.evidence.base import Missing
+from ghoststep.evidence.intent import TrainingKind
+from ghoststep.evidence.tokenizer import Reach
+from ghoststep.evidence.wiring import Mixing
+from ghoststep.finding import Severity
+from ghoststep.registry import Answer, Clear, Found, NotApplicable, Unknown
+from tests.checks import builders as b
+
+ROW = 17
+E, W, N = Severity.ERROR, Severity.WARNING, Severity.NOTE
+
+# How the token is fed: reach, in the template, first in the template, a document may start with it, role.
+FED = {
+    "text": {"kind": Reach.REACHABLE},
+    "text, may start a packed document": {"kind": Reach.REACHABLE, "starts": True},
+    "template": {"kind": Reach.TEMPLATE, "emitted": True},
+    "first in the template": {"kind": Reach.TEMPLATE, "emitted": True, "first": True},
+    "bos": {"kind": Reach.SPECIAL, "role": "bos"},
+    "eos": {"kind": Reach.SPECIAL, "role": "eos"},
+    "reserved": {"kind": Reach.SPECIAL},
+}
+FIRST = {"text, may start a packed document", "first in the template", "bos"}
+
+
+def judge(
+    fed: str,
+    *,
+    zero: bool = False,
+    norm: float = 1e-12,
+    mix: object = None,
+    training: TrainingKind = TrainingKind.FULL,
+    tied: bool = False,
+    **more: object,
+) -> Answer:
+    how = FED[fed]
+    kind = how["kind"]
+    assert isinstance(kind, Reach)
+    roles = {str(how["role"]): ROW} if "role" in how else {}
+    arguments = (
+        b.inputs({ROW: 0.0 if zero else norm}, **more),
+        b.outputs({ROW: 0.0 if tied and zero else norm if tied else 0.9}, tied=tied),
+        mix or b.mixing(),
+        b.reach({ROW: kind}, starts=[ROW] if "starts" in how else []),
+        b.template([ROW] if "emitted" in how else [], [ROW] if "first" in how else []),
+        b.vocabulary(special_ids=roles),
+        b.intent(training),
+    )
+    return zero_input_rows(*arguments) if zero else near_zero_input_rows(*arguments)
+
+
+def severity(said: Answer) -> Severity | None:
+    if isinstance(said, Found):
+        assert len(said.findings) == 1
+        return said.findings[0].severity
+    assert isinstance(said, Clear | NotApplicable), said
+    return None
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["near zero", "exactly zero"])
+@pytest.mark.parametrize("fed", FED)
+@pytest.mark.parametrize("training", [TrainingKind.FULL, TrainingKind.RL])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_recurrent_gated(fed: str, zero: bool, training: TrainingKind, tied: bool) -> None:
+    expected = N if fed == "reserved" else E
+    if training is TrainingKind.RL and fed.startswith("text"):
+        expected = W  # rollouts do not produce it; a prompt could
+    assert severity(judge(fed, zero=zero, training=training, tied=tied)) is expected
+
+
+@pytest.mark.parametrize("kind", [Mixing.ATTENTION, Mixing.ATTENTION_BESIDE])
+@pytest.mark.parametrize("zero", [False, True], ids=["near zero", "exactly zero"])
+@pytest.mark.parametrize("fed", FED)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_attention(fed: str, zero: bool, kind: Mixing, tied: bool) -> None:
+    expected = N if fed == "reserved" else E if fed in FIRST else W if zero else N
+    assert severity(judge(fed, zero=zero, mix=b.mixing(kind), tied=tied)) is expected
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("fed", sorted(FIRST))
+def test_learned_positions_lift_the_row(fed: str, zero: bool) -> None:
+    assert severity(judge(fed, zero=zero, mix=b.mixing(Mixing.ATTENTION, lifted=True))) is N
+
+
+def test_the_first_position_of_an_encoder_sees_the_others() -> None:
+    assert severity(judge("bos", mix=b.mixing(Mixing.ATTENTION, causal=False))) is N
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("training", [TrainingKind.LORA, TrainingKind.FROZEN_EMBEDDINGS])
+@pytest.mark.parametrize("fed", FED)
+def test_a_frozen_table_is_no_training_danger(fed: str, training: TrainingKind, zero: bool) -> None:
+    said = judge(fed, zero=zero, training=training)
+    assert isinstance(said, NotApplicable)
+    assert "frozen" in said.reason
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("kind", [Reach.UNREACHABLE, Reach.NO_TOKEN])
+def test_rows_that_nothing_feeds_are_silent(kind: Reach, zero: bool) -> None:
+    arguments = (
+        b.inputs({ROW: 0.0 if zero else 1e-12}),
+        Missing(reason="no head"),
+        b.mixing(),
+        b.reach({ROW: kind}),
+        Missing(reason="no template"),
+        b.vocabulary(),
+        b.intent(),
+    )
+    assert isinstance((zero_input_rows if zero else near_zero_input_rows)(*arguments), Clear)
+
+
+def test_partial_utf8_is_undetermined_not_clear() -> None:
+    arguments = (b.inputs({ROW: 1e-12}), Missing(reason="-"), b.mixing(), b.reach({ROW: Reach.PARTIAL_UTF8}))
+    said = near_zero_input_rows(*arguments, Missing(reason="-"), b.vocabulary(), b.intent())
+    assert isinstance(said, Unknown)
+    assert "17" in said.reason
+    assert "multi-byte" in said.reason
+
+
+def test_partial_utf8_in_the_template_is_found() -> None:
+    said = near_zero_input_rows(
+        b.inputs({ROW: 1e-12}),
+        Missing(reason="-"),
+        b.mixing(),
+        b.reach({ROW: Reach.PARTIAL_UTF8}),
+        b.template([ROW]),
+        b.vocabulary(),
+        b.intent(),
+    )
+    assert severity(said) is E
+
+
+def test_a_zero_padding_row_is_healthy_unless_it_is_also_the_stop_token() -> None:
+    def said(**roles: int) -> Answer:
+        return zero_input_rows(
+            b.inputs({0: 0.0}),
+            b.outputs(),
+            b.mixing(),
+            b.reach({0: Reach.SPECIAL}),
+            Missing(reason="no template"),
+            b.vocabulary(special_ids=roles),
+            b.intent(),
+        )
+
+    assert isinstance(said(pad=0), Clear)
+    assert severity(said(pad=0, eos=0)) is E
+
+
+def test_the_limit_is_taken_after_the_embedding_multiplier() -> None:
+    assert severity(judge("text", norm=5e-7)) is E
+    assert severity(judge("text", norm=5e-7, multiplier=12.0)) is None
+    assert severity(judge("text", norm=5e-6)) is None
+    assert severity(judge("text", norm=5e-6, multiplier=0.1)) is E
+
+
+def test_without_a_tokenizer_the_rows_are_unknown_and_a_healthy_table_is_clear() -> None:
+    missing = Missing(reason="no tokenizer file")
+    rest = (b.mixing(), missing, missing, missing, b.intent())
+    said = near_zero_input_rows(b.inputs({ROW: 1e-12}), b.outputs(), *rest)
+    assert isinstance(said, Unknown)
+    assert "no tokenizer file" in said.reason
+    assert isinstance(near_zero_input_rows(b.inputs(), b.outputs(), *rest), Clear)
+
+
+def test_unknown_wiring_is_a_warning_that_says_so() -> None:
+    said = judge("text", mix=Missing(reason="no layer names"))
+    assert severity(said) is W
+    assert isinstance(said, Found)
+    assert said.reason is not None
+    assert "no layer names" in said.reason
+
+
+def test_the_message_carries_everything() -> None:
+    said = judge("text", norm=1e-30)
+    assert isinstance(said, Found)
+    finding = said.findings[0]
+    for needed in ("tok17", "1e-30", "recurrence", "clip_grad_norm_", "DeepSpeed", "Megatron-Core", "serving is unaffected"):
+        assert needed in finding.message
+    assert finding.where.table_row == finding.where.token_id == ROW
+    assert finding.where.tensor == "model.embed_tokens.weight"
+    assert finding.measured is not None
+    assert finding.measured.value == 1e-30
+    assert finding.remedy is not None
+
+
+def test_a_finite_spike_is_not_called_an_overflow() -> None:
+    said = judge("text", norm=1e-9)
+    assert isinstance(said, Found)
+    assert "overflow" not in said.findings[0].message
+    assert "crushes" in said.findings[0].message
+
+
+def test_tied_rows_are_dead_on_both_sides() -> None:
+    said = judge("text", tied=True)
+    assert isinstance(said, Found)
+    assert "share this row" in said.findings[0].message
+
+
+def test_long_lists_are_bounded_and_nothing_is_lost() -> None:
+    many = {i: 1e-12 for i in range(300)}
+    said = near_zero_input_rows(
+        b.inputs(many, rows=400),
+        Missing(reason="-"),
+        b.mixing(),
+        b.reach(dict.fromkeys(many, Reach.REACHABLE)),
+        Missing(reason="-"),
+        b.vocabulary(),
+        b.intent(),
+    )
+    assert isinstance(said, Found)
+    assert len(said.findings) == 101
+    assert said.findings[-1].message.startswith("200 further tokens")

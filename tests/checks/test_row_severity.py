@@ -206,7 +206,7 @@ def test_tied_rows_are_dead_on_both_sides() -> None:
 
 
 def test_long_lists_are_bounded_and_nothing_is_lost() -> None:
-    many = {i: 1e-12 for i in range(300)}
+    many = dict.fromkeys(range(300), 1e-12)
     said = near_zero_input_rows(
         b.inputs(many, rows=400),
         Missing(reason="-"),

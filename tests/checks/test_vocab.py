@@ -44,7 +44,9 @@ class TestTokenIdOutOfRange:
 
 class TestVocabSizeDisagreement:
     def test_config_against_table(self) -> None:
-        finding = only(vocab_size_disagreement(b.tables(64), b.declared(vocab_size=63, vocab_size_key="text_config.vocab_size")))
+        finding = only(
+            vocab_size_disagreement(b.tables(64), b.declared(vocab_size=63, vocab_size_key="text_config.vocab_size"))
+        )
         assert "text_config.vocab_size is 63" in finding.message
         assert isinstance(vocab_size_disagreement(b.tables(64), b.declared(vocab_size=64)), Clear)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from ghoststep.cli.options import want_color, width, write
+from ghoststep.catalogue import CheckPage, find_page
+from ghoststep.cli.options import write
+from ghoststep.cli.page import show
 from ghoststep.errors import UsageError
 
 
@@ -18,17 +19,26 @@ def explain(
     ] = None,
 ) -> None:
     """Explain a check: the flaw, how it is found, why it matters, when it is no problem, how to fix it."""
-    from ghoststep.registry import load
-
     if (code is None) == (symptom is None):
         raise UsageError('give a code or --symptom: `ghoststep explain GS301`, `ghoststep explain --symptom "never stops"`')
-    registry = load(with_instruments=False)
     if code is not None:
-        from ghoststep.report.explain import explanation
-
-        write(explanation(registry.find(code), color=want_color(sys.stdout.isatty()), width=width()), None)
+        show(_page(code))
         return
-    write(_suspects(symptom or "", {c.name: c.code for c in registry.checks}), None)
+    from ghoststep.registry import load
+
+    write(_suspects(symptom or "", {c.name: c.code for c in load(with_instruments=False).checks}), None)
+
+
+def _page(code: str) -> CheckPage:
+    from ghoststep.registry import load  # a plugin's check, or none: the registry knows, and suggests near names
+
+    page = find_page(code)
+    if page is not None:
+        return page
+    found = load(with_instruments=False).find(code)
+    return CheckPage(
+        code=found.code, name=found.name, severity=found.severity.value, basis=found.basis.value, doc=found.doc
+    )
 
 
 def _suspects(text: str, codes: dict[str, str]) -> str:

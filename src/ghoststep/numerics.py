@@ -57,7 +57,7 @@ def _float64(values: torch.Tensor | NDArray[Any]) -> NDArray[np.float64]:
             raise TypeError(f"a real array is expected, got {array.dtype}; pass its magnitudes")
     else:
         if values.is_complex():
-            raise TypeError(f"a real tensor is expected, got {values.dtype}; pass values.abs()")
+            raise TypeError(f"a real tensor is expected, got {values.dtype}; pass its magnitudes (values.abs())")
         import torch
 
         array = values.detach().to(device="cpu", dtype=torch.float64).numpy()

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ghoststep.evidence.base import Missing
+from ghoststep.evidence.checkpoint import Declared
 from ghoststep.evidence.intent import Intent, TrainingKind
 from ghoststep.evidence.rows import InputRows, OutputRows
+from ghoststep.evidence.tokenizer import SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import MixingClass
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, Found, NotApplicable, Unknown, answer
@@ -21,6 +23,8 @@ from ghoststep.severity import (
     TokenExposure,
     amplification,
     consequence,
+    exposures,
+    padding_ids,
     row_severity,
 )
 from ghoststep.text import printable
@@ -42,7 +46,24 @@ class RowCase:
     outputs: OutputRows | Missing
     mixing: MixingClass | Missing
     exposures: Mapping[int, TokenExposure] | Missing
+    padding: frozenset[int]
     intent: Intent
+
+
+def row_case(
+    inputs: InputRows,
+    outputs: OutputRows | Missing,
+    mixing: MixingClass | Missing,
+    reach: SuspectReach | Missing,
+    template: TemplateTokens | Missing,
+    vocabulary: Vocabulary | Missing,
+    declared: Declared | Missing,
+    intent: Intent,
+) -> RowCase:
+    """Bring the facts together; see `severity.exposures`."""
+    padding = padding_ids(vocabulary, declared)
+    exposed = reach if isinstance(reach, Missing) else exposures(reach, template, vocabulary, padding)
+    return RowCase(inputs=inputs, outputs=outputs, mixing=mixing, exposures=exposed, padding=padding, intent=intent)
 
 
 def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_for: str, power: Power) -> Answer:
@@ -52,11 +73,15 @@ def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_f
             reason=f"--training {case.intent.training.value}: the table is frozen, so its rows get no gradient "
             "(dead-template-rows judges what a frozen row does)"
         )
-    if not table_rows:
-        return answer((), power=power)
     if isinstance(case.exposures, Missing):
-        shown = _rows_text(table_rows)
-        return Unknown(reason=f"{len(table_rows)} table rows are {looked_for} ({shown}), but {case.exposures.reason}")
+        open_rows = [i for i in table_rows if i not in case.padding]
+        if not open_rows:
+            return answer((), power=power)
+        shown = _rows_text(open_rows)
+        return Unknown(
+            reason=f"{len(open_rows)} table rows are {looked_for} ({shown}); whether anything feeds them is open: "
+            f"{case.exposures.reason}"
+        )
     findings: list[Finding] = []
     undetermined: list[int] = []
     reserved: list[TokenExposure] = []
@@ -86,8 +111,10 @@ def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_f
         )
     reason = f"{harmless} table rows are {looked_for}, and nothing produces their tokens" if harmless else None
     result = answer(findings, power=power, reason=reason, undecided=undecided)
-    if isinstance(result, Found) and case.mixing is not None and isinstance(case.mixing, Missing) and undecided is None:
-        return Found(findings=result.findings, reason=f"wiring unknown: {case.mixing.reason}")
+    if isinstance(result, Found) and isinstance(case.mixing, Missing):
+        return Found(
+            findings=result.findings, reason="; ".join(filter(None, (f"wiring unknown: {case.mixing.reason}", undecided)))
+        )
     return result
 
 

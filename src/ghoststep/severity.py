@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ghoststep.evidence.base import Missing
+from ghoststep.evidence.checkpoint import Declared
 from ghoststep.evidence.intent import TrainingKind
 from ghoststep.evidence.tokenizer import Reach, SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import Mixing, MixingClass
@@ -60,15 +61,19 @@ class TokenExposure:
 
 
 def exposures(
-    reach: SuspectReach, template: TemplateTokens | Missing, vocabulary: Vocabulary | Missing
+    reach: SuspectReach,
+    template: TemplateTokens | Missing,
+    vocabulary: Vocabulary | Missing,
+    padding: frozenset[int] = frozenset(),
 ) -> Mapping[int, TokenExposure]:
-    """The exposure of every suspect table row that has a token; rows without one (alignment padding) are left out."""
+    """The exposure of every suspect table row that has a token; rows without one (alignment padding) are left out.
+
+    `padding` holds the ids that only pad: `padding_idx` keeps their rows at zero on purpose, and padding is masked.
+    """
     emitted = frozenset(template.ids) if isinstance(template, TemplateTokens) else frozenset()
     first = set(template.first_ids) if isinstance(template, TemplateTokens) else set()
     roles: dict[int, str] = {}
-    padding: int | None = None
     if isinstance(vocabulary, Vocabulary):
-        padding = vocabulary.special_ids.get("pad")
         roles = {i: role for role, i in vocabulary.special_ids.items() if role in _FED_ROLES}
         first.update(vocabulary.prefix_ids, (i for i, role in roles.items() if role in ("bos", "cls")))
     first |= reach.starts_document
@@ -77,8 +82,8 @@ def exposures(
         if kind is Reach.NO_TOKEN:
             continue
         exposure = _exposure(kind, table_row in emitted, table_row in roles)
-        if exposure is Exposure.RESERVED and table_row == padding:
-            exposure = Exposure.NONE  # padding_idx keeps this row at zero on purpose, and padding is masked
+        if exposure is Exposure.RESERVED and table_row in padding:
+            exposure = Exposure.NONE
         result[table_row] = TokenExposure(
             table_row=table_row,
             token=reach.tokens.get(table_row, ""),
@@ -86,6 +91,19 @@ def exposures(
             can_be_first=table_row in first and exposure not in (Exposure.NONE, Exposure.RESERVED),
         )
     return result
+
+
+def padding_ids(vocabulary: Vocabulary | Missing, declared: Declared | Missing) -> frozenset[int]:
+    """Ids that config or tokenizer names as padding and nothing else: not as a start or stop token too."""
+    pads: set[int] = set()
+    others: set[int] = set()
+    if isinstance(vocabulary, Vocabulary):
+        pads |= {i for role, i in vocabulary.special_ids.items() if role == "pad"}
+        others |= {i for role, i in vocabulary.special_ids.items() if role in _FED_ROLES}
+    if isinstance(declared, Declared):
+        pads.update(declared.pad_token_ids)
+        others.update(declared.bos_token_ids, declared.eos_token_ids)
+    return frozenset(pads - others)
 
 
 def _exposure(kind: Reach, emitted: bool, has_role: bool) -> Exposure:

@@ -51,6 +51,7 @@ def judge(
         b.reach({ROW: kind}, starts=[ROW] if "starts" in how else []),
         b.template([ROW] if "emitted" in how else [], [ROW] if "first" in how else []),
         b.vocabulary(special_ids=roles),
+        Missing(reason="-"),
         b.intent(training),
     )
     return zero_input_rows(*arguments) if zero else near_zero_input_rows(*arguments)
@@ -113,6 +114,7 @@ def test_rows_that_nothing_feeds_are_silent(kind: Reach, zero: bool) -> None:
         b.reach({ROW: kind}),
         Missing(reason="no template"),
         b.vocabulary(),
+        Missing(reason="-"),
         b.intent(),
     )
     assert isinstance((zero_input_rows if zero else near_zero_input_rows)(*arguments), Clear)
@@ -120,7 +122,7 @@ def test_rows_that_nothing_feeds_are_silent(kind: Reach, zero: bool) -> None:
 
 def test_partial_utf8_is_undetermined_not_clear() -> None:
     arguments = (b.inputs({ROW: 1e-12}), Missing(reason="-"), b.mixing(), b.reach({ROW: Reach.PARTIAL_UTF8}))
-    said = near_zero_input_rows(*arguments, Missing(reason="-"), b.vocabulary(), b.intent())
+    said = near_zero_input_rows(*arguments, Missing(reason="-"), b.vocabulary(), Missing(reason="-"), b.intent())
     assert isinstance(said, Unknown)
     assert "17" in said.reason
     assert "multi-byte" in said.reason
@@ -134,6 +136,7 @@ def test_partial_utf8_in_the_template_is_found() -> None:
         b.reach({ROW: Reach.PARTIAL_UTF8}),
         b.template([ROW]),
         b.vocabulary(),
+        Missing(reason="-"),
         b.intent(),
     )
     assert severity(said) is E
@@ -148,6 +151,7 @@ def test_a_zero_padding_row_is_healthy_unless_it_is_also_the_stop_token() -> Non
             b.reach({0: Reach.SPECIAL}),
             Missing(reason="no template"),
             b.vocabulary(special_ids=roles),
+            Missing(reason="-"),
             b.intent(),
         )
 
@@ -164,11 +168,23 @@ def test_the_limit_is_taken_after_the_embedding_multiplier() -> None:
 
 def test_without_a_tokenizer_the_rows_are_unknown_and_a_healthy_table_is_clear() -> None:
     missing = Missing(reason="no tokenizer file")
-    rest = (b.mixing(), missing, missing, missing, b.intent())
+    rest = (b.mixing(), missing, missing, missing, missing, b.intent())
     said = near_zero_input_rows(b.inputs({ROW: 1e-12}), b.outputs(), *rest)
     assert isinstance(said, Unknown)
     assert "no tokenizer file" in said.reason
     assert isinstance(near_zero_input_rows(b.inputs(), b.outputs(), *rest), Clear)
+
+
+def test_without_a_tokenizer_the_declared_padding_row_may_be_zero() -> None:
+    def said(**ids: tuple[int, ...]) -> Answer:
+        missing = Missing(reason="no tokenizer file")
+        return zero_input_rows(
+            b.inputs({0: 0.0}), b.outputs(), b.mixing(), missing, missing, missing, b.declared(**ids), b.intent()
+        )
+
+    assert isinstance(said(pad_token_ids=(0,)), Clear)
+    assert isinstance(said(pad_token_ids=(0,), eos_token_ids=(0,)), Unknown)
+    assert isinstance(said(pad_token_ids=(1,)), Unknown)
 
 
 def test_unknown_wiring_is_a_warning_that_says_so() -> None:
@@ -214,6 +230,7 @@ def test_long_lists_are_bounded_and_nothing_is_lost() -> None:
         b.reach(dict.fromkeys(many, Reach.REACHABLE)),
         Missing(reason="-"),
         b.vocabulary(),
+        Missing(reason="-"),
         b.intent(),
     )
     assert isinstance(said, Found)

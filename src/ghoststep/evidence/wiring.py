@@ -49,6 +49,8 @@ class MixingClass(Evidence):
 class TieState(Evidence):
     """Flag × tensors × equality. `num_different_rows` counts rows where two stored tables differ (0 if equal, None if one).
 
+    It is also None where counting stopped at the first difference, because the flag does not claim that they are equal.
+
     `declared` is the flag (None: not in the config). `first_different_row` is the lowest differing row.
     """
 

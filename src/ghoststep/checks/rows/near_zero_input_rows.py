@@ -1,14 +1,15 @@
 """GS301."""
 
 from ghoststep.evidence.base import Missing
+from ghoststep.evidence.checkpoint import Declared
 from ghoststep.evidence.intent import Intent
 from ghoststep.evidence.rows import InputRows, OutputRows
 from ghoststep.evidence.tokenizer import SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import MixingClass
 from ghoststep.finding import Basis, Power, Severity
 from ghoststep.registry import Answer, check
-from ghoststep.row_findings import RowCase, judge_rows
-from ghoststep.severity import SPIKE_NORM, exposures
+from ghoststep.row_findings import judge_rows, row_case
+from ghoststep.severity import SPIKE_NORM
 
 
 @check(code="GS301", severity=Severity.ERROR, basis=Basis.MEASURED, explains=("dead-template-rows",))
@@ -19,6 +20,7 @@ def near_zero_input_rows(
     reach: SuspectReach | Missing,
     template: TemplateTokens | Missing,
     vocabulary: Vocabulary | Missing,
+    declared: Declared | Missing,
     intent: Intent,
     *,
     norm_limit: float = SPIKE_NORM,
@@ -59,7 +61,6 @@ def near_zero_input_rows(
     """
     norms = inputs.rows.norms_R * inputs.multiplier
     table_rows = [int(i) for i in ((norms < norm_limit) & (norms > 0)).nonzero()[0]]
-    exposed = reach if isinstance(reach, Missing) else exposures(reach, template, vocabulary)
-    case = RowCase(inputs=inputs, outputs=outputs, mixing=mixing, exposures=exposed, intent=intent)
+    case = row_case(inputs, outputs, mixing, reach, template, vocabulary, declared, intent)
     smallest = Power(quantity="effective input row norm below the limit", smallest_detectable=norm_limit, unit="L2 norm")
     return judge_rows(case, table_rows, zero=False, looked_for="near zero", power=smallest)

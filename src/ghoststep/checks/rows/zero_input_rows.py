@@ -1,14 +1,14 @@
 """GS302."""
 
 from ghoststep.evidence.base import Missing
+from ghoststep.evidence.checkpoint import Declared
 from ghoststep.evidence.intent import Intent
 from ghoststep.evidence.rows import InputRows, OutputRows
 from ghoststep.evidence.tokenizer import SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import MixingClass
 from ghoststep.finding import Basis, Power, Severity
 from ghoststep.registry import Answer, check
-from ghoststep.row_findings import RowCase, judge_rows
-from ghoststep.severity import exposures
+from ghoststep.row_findings import judge_rows, row_case
 
 
 @check(code="GS302", severity=Severity.ERROR, basis=Basis.PROOF, explains=("dead-template-rows",))
@@ -19,6 +19,7 @@ def zero_input_rows(
     reach: SuspectReach | Missing,
     template: TemplateTokens | Missing,
     vocabulary: Vocabulary | Missing,
+    declared: Declared | Missing,
     intent: Intent,
 ) -> Answer:
     """A token that training can feed has an input embedding row of exact zeros.
@@ -48,8 +49,7 @@ def zero_input_rows(
     As for near-zero-input-rows (GS301).
     """
     table_rows = [int(i) for i in inputs.rows.zero_R.nonzero()[0]]
-    exposed = reach if isinstance(reach, Missing) else exposures(reach, template, vocabulary)
-    case = RowCase(inputs=inputs, outputs=outputs, mixing=mixing, exposures=exposed, intent=intent)
+    case = row_case(inputs, outputs, mixing, reach, template, vocabulary, declared, intent)
     power = Power(
         quantity="smallest stored value told apart from zero", smallest_detectable=inputs.rows.smallest_nonzero, unit="value"
     )

@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import ghoststep
+from ghoststep.cli.main import main
 from ghoststep.report import FORMATS
 from tests.checkpoints import SPECIALS, WORDS, build
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e]]>"
 
 
-def run(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+@dataclass
+class Done:
+    """What a run of the command line left: like `subprocess.CompletedProcess`."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(*arguments: object, cwd: Path | None = None, **environment: str) -> Done:
+    """The command line in this process: the same `main`, without importing torch again for every test."""
+    out, err = io.StringIO(), io.StringIO()
+    before = Path.cwd()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+            patch.delenv(name, raising=False)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["ghoststep", *map(str, arguments)])
+        patch.chdir(cwd or before)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main()
+                code = 0
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def run_program(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command line as a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "ghoststep.cli.main", *map(str, arguments)],
         capture_output=True,
-        text=True,
         encoding="utf-8",
         cwd=cwd,
-        env={**clean, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=120,
         check=False,
     )
@@ -45,7 +78,7 @@ def gated(tmp_path: Path) -> Path:
 
 
 def test_a_decayed_row_is_an_error_and_its_healthy_twin_clear(tmp_path: Path, gated: Path) -> None:
-    done = run("check", gated, "--format", "json")
+    done = run_program("check", gated, "--format", "json")
     assert (done.returncode, codes(done.stdout)) == (1, {"GS301": "error"})
     (finding,) = next(v for v in json.loads(done.stdout)["verdicts"] if v["code"] == "GS301")["findings"]
     assert finding["where"]["token"] == WORDS[10 - len(SPECIALS)]
@@ -217,12 +250,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_weights_are_named_and_never_clear(tmp_path: Path, name: str) -> None:
-    import re
-
     damage, expected = HOSTILE[name]
     folder = build(tmp_path / "hostile", wiring="attention")
     damage(folder)
-    done = run("check", folder, "--format", "json", cwd=tmp_path)
+    done = run_program("check", folder, "--format", "json", cwd=tmp_path)
     assert done.returncode in (0, 2), done.stderr  # config and tokenizer may still be judged
     said = done.stderr + done.stdout
     assert re.search(expected, said), said
@@ -258,8 +289,6 @@ def test_a_config_without_vocabulary_size_is_no_obstacle(tmp_path: Path) -> None
     ],
 )
 def test_what_is_no_checkpoint_is_refused_with_the_next_step(tmp_path: Path, make: object, expected: str) -> None:
-    import re
-
     target = tmp_path / "subject.h5"
     make(target)  # type: ignore[operator]
     done = run("check", target)

@@ -153,6 +153,8 @@ def as_output(tensor: TensorInfo, name: Name, chosen: Candidate, sizes: Sizes, s
     strong, weak = STRONG_OUTPUT.match(name.own), WEAK_OUTPUT.match(name.own)
     parents = name.module.lower().split(".")[:-1]
     headed = any(STRONG_OUTPUT.match(p) or p in ("cls", "generator", "mlm", "vocab") for p in parents)
+    if rows == dims:
+        weak = None  # a square "dense" is a transform before the head; in a tiny model its rows may fit the vocabulary
     words = [f"named …{name.own}.{name.leaf}" if strong or weak else "a table of vocabulary size without a head's name"]
     turned = rows == chosen.dims and rows != chosen.rows and dims in (chosen.rows, sizes.vocab)
     transposed = unreadable is None and turned and (strong is not None or weak is not None)
@@ -169,7 +171,6 @@ def as_output(tensor: TensorInfo, name: Name, chosen: Candidate, sizes: Sizes, s
         score = 5 if strong else -2
     elif same_rows and same_dims:
         unnamed = 2 if tensor.name.endswith((".weight", ".kernel")) and rows != dims else -2
-        weak = weak if rows != dims else None  # in a tiny model every projection is as large as its vocabulary
         score = 8 if strong else 5 if weak and headed else 4 if weak else unnamed
     elif near_rows and same_dims and (strong or (weak and headed)):
         score = 4

@@ -71,8 +71,8 @@ def write_tokenizer(folder: Path, specials: Sequence[str], template: str | None)
     """A word-level tokenizer whose words text can produce, with these special tokens in front."""
     vocabulary = {token: i for i, token in enumerate([*specials, *WORDS])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token=specials[0]))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    made.decoder = decoders.WordPiece(prefix="##")  # type: ignore[assignment]
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.decoder = decoders.WordPiece(prefix="##")
     made.add_special_tokens(list(specials))
     made.save(str(folder / "tokenizer.json"))
     settings: dict[str, object] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from ghoststep.checks.rows.near_zero_input_rows import near_zero_input_rows
@@ -17,15 +19,25 @@ from tests.checks import builders as b
 ROW = 17
 E, W, N = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
+
 # How the token is fed: reach, in the template, first in the template, a document may start with it, role.
+@dataclass(frozen=True, kw_only=True)
+class Fed:
+    kind: Reach
+    starts: bool = False
+    emitted: bool = False
+    first: bool = False
+    role: str | None = None
+
+
 FED = {
-    "text": {"kind": Reach.REACHABLE},
-    "text, may start a packed document": {"kind": Reach.REACHABLE, "starts": True},
-    "template": {"kind": Reach.TEMPLATE, "emitted": True},
-    "first in the template": {"kind": Reach.TEMPLATE, "emitted": True, "first": True},
-    "bos": {"kind": Reach.SPECIAL, "role": "bos"},
-    "eos": {"kind": Reach.SPECIAL, "role": "eos"},
-    "reserved": {"kind": Reach.SPECIAL},
+    "text": Fed(kind=Reach.REACHABLE),
+    "text, may start a packed document": Fed(kind=Reach.REACHABLE, starts=True),
+    "template": Fed(kind=Reach.TEMPLATE, emitted=True),
+    "first in the template": Fed(kind=Reach.TEMPLATE, emitted=True, first=True),
+    "bos": Fed(kind=Reach.SPECIAL, role="bos"),
+    "eos": Fed(kind=Reach.SPECIAL, role="eos"),
+    "reserved": Fed(kind=Reach.SPECIAL),
 }
 FIRST = {"text, may start a packed document", "first in the template", "bos"}
 
@@ -38,19 +50,16 @@ def judge(
     mix: object = None,
     training: TrainingKind = TrainingKind.FULL,
     tied: bool = False,
-    **more: object,
+    multiplier: float = 1.0,
 ) -> Answer:
     how = FED[fed]
-    kind = how["kind"]
-    assert isinstance(kind, Reach)
-    roles = {str(how["role"]): ROW} if "role" in how else {}
     arguments = (
-        b.inputs({ROW: 0.0 if zero else norm}, **more),
+        b.inputs({ROW: 0.0 if zero else norm}, multiplier=multiplier),
         b.outputs({ROW: 0.0 if tied and zero else norm if tied else 0.9}, tied=tied),
         mix or b.mixing(),
-        b.reach({ROW: kind}, starts=[ROW] if "starts" in how else []),
-        b.template([ROW] if "emitted" in how else [], [ROW] if "first" in how else []),
-        b.vocabulary(special_ids=roles),
+        b.reach({ROW: how.kind}, starts=[ROW] if how.starts else []),
+        b.template([ROW] if how.emitted else [], [ROW] if how.first else []),
+        b.vocabulary(special_ids={how.role: ROW} if how.role else {}),
         Missing(reason="-"),
         b.intent(training),
     )

@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -235,7 +235,7 @@ def _pickle(folder: Path) -> None:
     torch.save({"model.embed_tokens.weight": torch.ones(4, 4), "x": _Code()}, folder / "pytorch_model.bin")
 
 
-HOSTILE = {
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
         "beyond|truncated|short",

@@ -139,7 +139,8 @@ def test_wrong_answers_are_broken() -> None:
         return check(code="TST104", severity=Severity.ERROR, basis=Basis.PROOF)(wrong)
 
     case = given(weigh)
-    for said in (None, [], Found(findings=()), Found(findings=("text",))):  # type: ignore[arg-type]
+    answers: tuple[object, ...] = (None, [], Found(findings=()), Found(findings=("text",)))  # type: ignore[arg-type]
+    for said in answers:
         assert ask(case, make(said)).outcome is Outcome.BROKEN
 
 

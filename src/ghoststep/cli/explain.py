@@ -36,9 +36,7 @@ def _page(code: str) -> CheckPage:
     if page is not None:
         return page
     found = load(with_instruments=False).find(code)
-    return CheckPage(
-        code=found.code, name=found.name, severity=found.severity.value, basis=found.basis.value, doc=found.doc
-    )
+    return CheckPage(code=found.code, name=found.name, severity=found.severity.value, basis=found.basis.value, doc=found.doc)
 
 
 def _suspects(text: str, codes: dict[str, str]) -> str:

@@ -127,7 +127,7 @@ def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, *, zero
     parts.append(f"{_capital(amplification(case.mixing, exposure))}.")
     if severity is not Severity.NOTE:
         happens = consequence(norm * case.inputs.multiplier)
-        parts.append(f"One occurrence in a batch is enough: {happens}.")
+        parts.append(f"One occurrence in a batch can be enough: {happens}.")
         if zero:
             parts.append("A row of exact zeros can also turn gradients into NaN in deep models.")
     if case.intent.training is TrainingKind.RL and exposure.exposure is Exposure.TEMPLATE:

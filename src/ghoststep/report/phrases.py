@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 from ghoststep.finding import Finding, Outcome, Power, Quantity, Report, Scalar, Severity, Verdict, Where
@@ -10,6 +11,9 @@ from ghoststep.text import printable, visible
 
 MAX_FINDINGS = 20
 """How many findings of one verdict the formats for people print; JSON, SARIF and the others for programs keep all."""
+
+
+_SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 
 
 def counted(number: int, noun: str) -> str:
@@ -114,3 +118,14 @@ def more_line(num_findings: int) -> str | None:
     """What is said instead of the findings past `MAX_FINDINGS`; None when all are shown."""
     left = num_findings - MAX_FINDINGS
     return f"… and {left:,} more (see --format json)" if left > 0 else None
+
+
+def unsaid(message: str, said: set[str]) -> str:
+    """The sentences of a message that this reader has not seen yet; `said` grows by them. The first one always stays.
+
+    Findings of one verdict explain themselves with the same sentences: whole in a file, tiresome on a screen.
+    """
+    first, *rest = _SENTENCE_END.split(message)
+    fresh = [sentence for sentence in rest if sentence not in said]
+    said.update(rest)
+    return " ".join((first, *fresh))

@@ -25,6 +25,7 @@ from ghoststep.report.phrases import (
     quantity,
     severity_counts,
     summary_line,
+    unsaid,
     with_outcome,
 )
 from ghoststep.text import visible
@@ -91,8 +92,10 @@ def _found(page: Page, v: Verdict, told: dict[tuple[str | None, str, str], str])
     common = files.pop() if several and len(files) == 1 else Where()
     if place(common):
         page.pair("in", page.text((place(common), "cyan")), _BODY, _KEY)
+    said: set[str] = set()
     for f in shown:
-        _finding(page, v, f, common=common, bullet=several, with_remedy=shared is None)
+        message = unsaid(f.message, said)
+        _finding(page, v, replace(f, message=message), common=common, bullet=several, with_remedy=shared is None)
     more = more_line(len(findings))
     if more:
         page.add(page.text((more, "dim")), _BODY)

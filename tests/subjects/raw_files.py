@@ -16,6 +16,7 @@ class MemorySource:
 
     contents: Mapping[str, bytes]
     name: str = "memory"
+    is_remote: bool = False
 
     def files(self) -> tuple[str, ...]:
         return tuple(sorted(self.contents))

@@ -29,9 +29,13 @@ class Subject(Protocol):
 
 
 class Source(Protocol):
-    """Named files of one checkpoint. Names are relative, use "/" and never leave the root."""
+    """Named files of one checkpoint. Names are relative, use "/" and never leave the root.
+
+    `is_remote` is True where every read is a request over a network: tables are then fetched once and kept.
+    """
 
     name: str
+    is_remote: bool
 
     def files(self) -> tuple[str, ...]:
         """All file names, sorted."""
@@ -63,5 +67,8 @@ class RowStore(Protocol):
     row_bytes: int
 
     def raw_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Rows [start, stop) as they are stored: uint8 [stop - start, row_bytes], read-only, maybe a view of a map."""
+        """Rows [start, stop) as they are stored: uint8 [stop - start, row_bytes], read-only, maybe a view of a map.
+
+        Called from several threads at once.
+        """
         ...

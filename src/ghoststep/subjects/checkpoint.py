@@ -22,6 +22,7 @@ from ghoststep.subjects.containers.select import (
     select_weights,
 )
 from ghoststep.subjects.local import LocalSource
+from ghoststep.subjects.spooled import SpooledRows
 
 HUB_PREFIX = "hf:"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -45,6 +46,7 @@ class Checkpoint:
         self._container: Container | None = None
         self._failure: CannotLook | None = None
         self._stored: StoredTensors | None = None
+        self._fetched: dict[str, SpooledRows] = {}
 
     def info(self) -> SubjectInfo:
         """Kind, name, and the format, files and parameters as far as they can be read. Cost: the headers, once.
@@ -80,8 +82,15 @@ class Checkpoint:
         return self._stored
 
     def rows(self, tensor_name: str) -> RowStore:
-        """Raw rows of the stored matrix of this name; `CannotLook` if there is none, or it is no matrix."""
-        return self._open().rows(tensor_name)
+        """Raw rows of the stored matrix of this name; `CannotLook` if there is none, or it is no matrix.
+
+        Over a network the matrix is fetched once, at the first row asked for, into a temporary file that all callers share.
+        """
+        store = self._open().rows(tensor_name)
+        if not self.source.is_remote:
+            return store
+        with self._lock:
+            return self._fetched.setdefault(tensor_name, SpooledRows(store))
 
     def metadata(self) -> Mapping[str, object]:
         """GGUF key-values (token lists are tuples), `__metadata__` of safetensors, {} otherwise or when nothing can be read."""

@@ -43,6 +43,7 @@ class HubSource:
         self._spec = RepoSpec.parse(spec)
         self._limits = limits or HttpLimits()
         self.is_offline = offline or _offline_by_environment()
+        self.is_remote = not self.is_offline
         self._client: RangeClient | None = None
         self._place: Source
         if self.is_offline:
@@ -109,6 +110,8 @@ class HubSource:
 
 class _Remote:
     """The files of one commit behind one endpoint."""
+
+    is_remote = True
 
     def __init__(self, client: RangeClient, endpoint: str, spec: RepoSpec, listing: Listing, *, name: str) -> None:
         self.name = name

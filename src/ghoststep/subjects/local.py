@@ -57,6 +57,8 @@ class LocalSource:
     `check_relative_name`). Threads may read at once. Maps are released with the source.
     """
 
+    is_remote = False
+
     def __init__(self, root: Path, *, name: str | None = None, only: str | None = None, with_companions: bool = True) -> None:
         self.root = root
         self.name = name if name is not None else str(root if only is None else root / only)

@@ -17,7 +17,8 @@ def untrained_rows(inputs: InputRows, reach: SuspectReach | Missing, *, common_f
     ## What it finds
     - Groups of bit-identical table rows that are neither zero nor near zero (proof: two tokens that were ever trained apart do
       not stay equal).
-    - Table rows closer to the common vector (the mean row) than `common_fraction` of the median distance (rule of thumb).
+    - Table rows closer to a common vector (the mean, or a point that at least four rows crowd around) than `common_fraction`
+      of the ordinary distance (rule of thumb). In one published model the untrained rows crowd far away from the mean.
     Untrained rows need not be small. Rows without a token (alignment padding) and tokens that nothing produces are left out.
 
     ## Why it matters
@@ -28,7 +29,8 @@ def untrained_rows(inputs: InputRows, reach: SuspectReach | Missing, *, common_f
     As long as nothing uses the tokens. Most published models have a few.
 
     ## How to confirm by hand
-    `(w[a] == w[b]).all()`; or the rows with the smallest `(w - w.mean(0)).norm(dim=1)`.
+    `(w[a] == w[b]).all()`; or take one such row `v` and list the rows with the
+    smallest `(w - v).norm(dim=1)`.
 
     ## How to fix
     Train with data that holds the tokens, or initialise the rows before you use them; do not choose them as new markers.

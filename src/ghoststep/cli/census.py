@@ -22,14 +22,17 @@ def census(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL...", help='Checkpoint folders, files, globs (quoted too), hf:org/name[@revision] or "hf:org/*".'
+            metavar="MODEL...",
+            help='Checkpoint folders, files, globs (quoted too), hf:org/name, hf:org/name@revision, "hf:org/*".',
         ),
     ] = None,
     list_file: Annotated[
         Path | None, typer.Option("--list", metavar="FILE", help="More of them, one a line; # begins a comment.")
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="N", help="Checkpoints measured at once.")] = 2,
-    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For each checkpoint. [no limit]")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="For each checkpoint; without it there is no limit.")
+    ] = None,
     state: Annotated[
         Path | None, typer.Option(metavar="FILE.jsonl", help="Keep finished ones here; run again to go on.")
     ] = None,

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+NEVER_BUILT = "the merges never build it"
+"""Cause of an unreachable BPE token: it is in the vocabulary, but no sequence of merges ends in it."""
+ADDED_NOT_MATCHED = "an added token that its own string does not match"
+"""Cause of an unreachable added token: the text it was added for encodes to something else."""
+
+
 class Reach(enum.IntEnum):
     """Whether text can produce an id (values are array codes; larger is not worse)."""
 
@@ -90,7 +96,8 @@ class SuspectReach(Evidence):
 class VocabularyReach(Evidence):
     """Reachability of every id. reach_V: uint8 `Reach` codes. `cause_counts` splits the unreachable ids by cause.
 
-    `examples` holds up to 20 unreachable ids with their strings and causes. `num_sampled` is None when every id was tried.
+    `examples` holds up to 20 unreachable ids with their strings and causes, rare causes first. `num_sampled` is None when
+    every id was tried.
     """
 
     reach_V: NDArray[np.uint8]

@@ -97,8 +97,10 @@ def vocabulary_reach(tokenizer: Tokenizer) -> VocabularyReach:
     reach_V = np.zeros(tokenizer.max_id + 1, dtype=np.uint8)
     for i, r in found.reach.items():
         reach_V[i] = int(r)
-    examples = [(i, tokenizer.pieces[i], cause) for i, cause in list(found.causes.items())[:MAX_EXAMPLES]]
-    return VocabularyReach(reach_V=reach_V, cause_counts=dict(Counter(found.causes.values())), examples=tuple(examples))
+    counts = Counter(found.causes.values())
+    rare_first = sorted(found.causes.items(), key=lambda item: (counts[item[1]], item[0]))[:MAX_EXAMPLES]
+    examples = tuple((i, tokenizer.pieces[i], cause) for i, cause in rare_first)
+    return VocabularyReach(reach_V=reach_V, cause_counts=dict(counts), examples=examples)
 
 
 def suspect_rows(rows: RowFacts) -> list[int]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import tokenizers
 
+from ghoststep.evidence.tokenizer import NEVER_BUILT
+
 ANCHORS = ("", "a", "\n", ".", " x", " ", "1")
 """Neighbours on either side of a token: nothing, a letter, a line end, punctuation, a word start, a space, a digit."""
 GLUING = ("a", " x", "1")
@@ -21,7 +23,7 @@ CHANGED = "changed by the normalizer"
 BYTE_FALLBACK = "a byte-fallback token of a character that has its own token"
 LEFTOVER = "no neighbour that was tried brings it back, though the model alone builds it"
 OTHER_SPLIT = {
-    "BPE": "the merges never build it",
+    "BPE": NEVER_BUILT,
     "WordPiece": "longest match first takes other tokens",
     "Unigram": "another split has a better score",
     "WordLevel": "the model does not produce it",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ghoststep.evidence.tokenizer import ADDED_NOT_MATCHED
 from ghoststep.instruments.tokenizers.base import Encoded, Tokenizer, check_ids, guarded
 from ghoststep.instruments.tokenizers.causes import Stages, find_cause, surface_of
 from ghoststep.instruments.tokenizers.special_ids import NamedSpecials
@@ -46,7 +47,7 @@ class HfBackend:
     def cause(self, token_id: int, text: str) -> str:
         """See `Backend.cause`."""
         if token_id in self.added:
-            return "an added token that its own string does not match"
+            return ADDED_NOT_MATCHED
         return guarded("searching the cause", lambda: find_cause(self.stages, token_id, self.pieces[token_id], text))
 
     def _literal(self, ids: Sequence[int]) -> list[str | None]:

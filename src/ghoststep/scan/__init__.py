@@ -1,0 +1,1 @@
+"""Looking at many things at once: fleets of checkpoints here, whole corpora later."""

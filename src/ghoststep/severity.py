@@ -146,7 +146,9 @@ def amplification(mixing: MixingClass | Missing, exposure: TokenExposure) -> str
     if isinstance(mixing, Missing):
         return f"how this model mixes positions is unknown ({mixing.reason}), so it may amplify"
     if mixing.mixing is Mixing.RECURRENT_GATED:
-        return f"nothing else at that position carries a normal value, so the row's gradient grows like 1/norm ({mixing.reason})"
+        return (
+            f"nothing else at that position carries a normal value, so the row's gradient grows like 1/norm ({mixing.reason})"
+        )
     if mixing.lifted_by_positions:
         return "learned positions are added to the row and lift it, so its gradient stays ordinary"
     if exposure.can_be_first:

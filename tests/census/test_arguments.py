@@ -10,8 +10,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from ghoststep.census.arguments import collect, read_list
 from ghoststep.errors import UsageError
-from ghoststep.scan.census.arguments import collect, read_list
 from tests.census.fleet import Plan, write
 
 
@@ -30,6 +30,7 @@ def test_globs_keep_folders_and_weight_files(tmp_path: Path) -> None:
 
 def test_a_path_with_brackets_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = write(Plan(name="run[1]"), tmp_path)
+    write(Plan(name="run1"), tmp_path)
     assert collect([str(folder)]).subjects == (str(folder),)
 
 

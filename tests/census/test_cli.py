@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from ghoststep.census import run
+from ghoststep.census import survey as survey_module
 from ghoststep.cli.main import build_app
 from ghoststep.errors import UsageError
-from ghoststep.scan.census import run
-from ghoststep.scan.census import survey as survey_module
 from tests.census.fleet import LETTER_A, MAMBA, UNREACHABLE, Plan, files, write
 from tests.local_hub import Fault, LocalHub
 

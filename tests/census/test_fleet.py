@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ghoststep.census import run, spool, writers
+from ghoststep.census.record import Record, RowCounts, Status
+from ghoststep.census.terminal import to_terminal
+from ghoststep.census.totals import duplicates, totals
 from ghoststep.registry import load
-from ghoststep.scan.census import run, spool, writers
-from ghoststep.scan.census.record import Record, RowCounts, Status
-from ghoststep.scan.census.terminal import to_terminal
-from ghoststep.scan.census.totals import duplicates, totals
 from tests.census import fleet
 from tests.census.fleet import ALIGNMENT, ATTENTION, FED, MAMBA, PARALLEL, PARTIAL, RESERVED, UNREACHABLE, Plan
 from tests.local_hub import LocalHub

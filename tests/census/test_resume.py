@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from ghoststep.census import run
+from ghoststep.census import survey as survey_module
+from ghoststep.census.record import Record, Status
+from ghoststep.census.spool import open_spool
+from ghoststep.census.watched import Watched
 from ghoststep.errors import CannotLook, UsageError
 from ghoststep.registry import load
-from ghoststep.scan.census import run
-from ghoststep.scan.census import survey as survey_module
-from ghoststep.scan.census.record import Record, Status
-from ghoststep.scan.census.spool import open_spool
-from ghoststep.scan.census.watched import Watched
 from tests.census.fleet import LETTER_A, MAMBA, Plan, files, write
 from tests.local_hub import LocalHub
 from tests.subjects.raw_files import MemorySource
@@ -71,6 +71,20 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path: Path, jobs: int) -> None:
     assert timeless(second) == timeless(take(subjects, None))
     third = take(subjects, state)
     assert third.num_resumed == 12
+
+
+def test_after_an_interrupt_no_thread_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    real = survey_module.open_watched
+
+    def open_watched(subject: str, **more: object) -> object:
+        begun.append(subject)
+        return real(subject, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "open_watched", open_watched)
+    census = take(fleet_of(60, tmp_path), None, jobs=2, step=Interrupt(3))
+    assert (len(census.records), census.num_stragglers) == (3, 0)
+    assert len(begun) <= 40  # far from all, though the threads run on until the interrupt is seen
 
 
 def test_kill_after_some_and_go_on(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ghoststep.errors import SubjectError
+from ghoststep.census.record import Record, RowCounts, Status
+from ghoststep.census.survey import Opened, open_watched, survey
+from ghoststep.census.watched import Watched
+from ghoststep.errors import CannotLook, SubjectError
 from ghoststep.evidence.wiring import Tie
 from ghoststep.registry import load
-from ghoststep.scan.census.record import Record, RowCounts, Status
-from ghoststep.scan.census.survey import open_watched, survey
+from ghoststep.subjects.checkpoint import Checkpoint
 from tests.census.fleet import (
     ALIGNMENT,
     ATTENTION,
@@ -26,8 +28,10 @@ from tests.census.fleet import (
     RESERVED,
     UNREACHABLE,
     Plan,
+    files,
     write,
 )
+from tests.subjects.raw_files import MemorySource
 
 INSTRUMENTS = load().instruments
 
@@ -119,19 +123,49 @@ def test_time_is_up(tmp_path: Path) -> None:
     assert "out of time" in record.reason
 
 
-def test_a_read_in_a_thread_ends_at_the_deadline(tmp_path: Path) -> None:
+class Slow(MemorySource):
+    """Every read takes a fifth of a second."""
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        time.sleep(0.2)
+        return super().read(file, start, stop)
+
+
+def test_in_a_thread_a_measurement_ends_at_its_next_read() -> None:
+    stop = threading.Event()
+    plan = Plan(name="one")
+    source = Watched(Slow(files(plan)), timeout_seconds=0.3, started=time.monotonic(), stop=stop)
+    opened = Opened(checkpoint=Checkpoint(source), watched=source, subject="one", name="one", revision=None, key="one")
     found: list[Record] = []
-    folder = write(Plan(name="one"), tmp_path)
-    opened = open_watched(str(folder), offline=True, timeout_seconds=60.0, started=time.monotonic(), stop=threading.Event())
-    opened.watched._timeout_seconds = 0.0  # passes between the engine's look at the clock and the first read
-    opened.watched._started -= 1
     worker = threading.Thread(target=lambda: found.append(survey(opened, INSTRUMENTS)))
+    started = time.monotonic()
     worker.start()
     worker.join()
+    assert time.monotonic() - started < 3
     assert found[0].status is Status.FAILED
     assert found[0].reason is not None
     assert "out of time" in found[0].reason
     assert found[0].retry
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_watch(whole: bool) -> None:
+    stop = threading.Event()
+
+    def read(watched: Watched) -> object:
+        return watched.read_whole("x", limit_bytes=9) if whole else watched.read("x", 0, 3)
+
+    source = MemorySource({"x": b"abc"})
+    free = Watched(source, timeout_seconds=None, started=0.0, stop=stop)
+    assert read(free) == b"abc"
+    assert (free.bytes_read, free.was_cut_short, free.remaining_seconds) == (3, False, None)
+    late = Watched(source, timeout_seconds=5.0, started=time.monotonic() - 6, stop=stop)
+    with pytest.raises(CannotLook, match="out of time: --timeout 5 s passed while x was read"):
+        read(late)
+    assert late.was_cut_short
+    stop.set()
+    with pytest.raises(CannotLook, match="stopped"):
+        read(free)
 
 
 def test_equal_tables_have_equal_fingerprints_whatever_lies_around_them(tmp_path: Path) -> None:

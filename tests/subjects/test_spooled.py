@@ -53,6 +53,17 @@ def test_each_byte_is_asked_for_once_whatever_is_read() -> None:
     assert remote.num_requests == 16
 
 
+def test_two_looks_at_a_large_table_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spooled, "_PEEK_TABLE_BYTES", 4096)
+    remote = RemoteStore()
+    store = SpooledRows(remote)
+    for start in (0, 500):
+        assert (store.raw_rows(start, start + 5) == remote.raw[start : start + 5]).all()
+    assert remote.num_bytes == 10 * 64
+    store.raw_rows(0, 5)  # the third question is no look any more
+    assert remote.num_bytes == remote.raw.size + 10 * 64
+
+
 def test_views_are_read_only() -> None:
     block = SpooledRows(RemoteStore()).raw_rows(3, 5)
     with pytest.raises(ValueError, match="read-only"):

@@ -13,7 +13,7 @@ from ghoststep.cli.options import width, write
 from ghoststep.errors import UsageError
 
 if TYPE_CHECKING:
-    from ghoststep.scan.census.run import Census, Done
+    from ghoststep.census.run import Census, Done
 
 MAX_JOBS = 64
 
@@ -46,8 +46,8 @@ def census(
     offline: Annotated[bool, typer.Option("--offline", help="Never touch the network.")] = False,
 ) -> None:
     """Count near-zero and zero table rows in many checkpoints, raw and reachable. Reads only headers and tables."""
+    from ghoststep.census import arguments, run, spool, terminal, writers
     from ghoststep.registry import load
-    from ghoststep.scan.census import arguments, run, spool, terminal, writers
 
     writer = {
         "terminal": terminal.to_terminal,

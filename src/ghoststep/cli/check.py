@@ -14,10 +14,10 @@ from ghoststep.errors import UsageError
 
 def check(
     subjects: Annotated[
-        list[str], typer.Argument(metavar="SUBJECT...", help="A checkpoint folder or file, or hf:org/name[@revision].")
+        list[str], typer.Argument(metavar="SUBJECT...", help="A checkpoint folder or file, or hf:org/name\\[@revision].")
     ],
     training: Annotated[
-        str | None, typer.Option(help="full, lora, frozen-embeddings or rl: decides which findings are dangers. [full]")
+        str | None, typer.Option(help="full, lora, frozen-embeddings or rl: decides which findings are dangers. \\[full]")
     ] = None,
     select: Annotated[
         list[str] | None, typer.Option(metavar="CODES", help="Only these checks: codes, prefixes or names, comma-separated.")
@@ -27,14 +27,14 @@ def check(
         str, typer.Option(help="terminal, concise, json, sarif, junit, github or markdown.")
     ] = "terminal",
     output: Annotated[Path | None, typer.Option(help="Write the report to a file instead of stdout.")] = None,
-    fail_on: Annotated[str | None, typer.Option(help="Exit 1 from this severity on: error, warning or note. [error]")] = None,
+    fail_on: Annotated[str | None, typer.Option(help="Exit 1 from this severity on: error, warning or note. \\[error]")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 2 when a check could not look.")] = False,
     allow_unknown: Annotated[
         list[str] | None, typer.Option(metavar="CODES", help="With --strict: these may be unknown.")
     ] = None,
     baseline: Annotated[Path | None, typer.Option(help="A JSON report: count only findings that it has not.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A pyproject.toml with [tool.ghoststep]. [the nearest one upwards]")
+        Path | None, typer.Option(help="A pyproject.toml with \\[tool.ghoststep]. \\[the nearest one upwards]")
     ] = None,
     seed: Annotated[int, typer.Option(help="Same subjects and seed: same report.")] = 0,
     offline: Annotated[bool, typer.Option("--offline", help="Never touch the network.")] = False,

@@ -42,7 +42,7 @@ class HubSource:
         self.asked = spec
         self._spec = RepoSpec.parse(spec)
         self._limits = limits or HttpLimits()
-        self.is_offline = offline or _offline_by_environment()
+        self.is_offline = offline or offline_by_environment()
         self.is_remote = not self.is_offline
         self._client: RangeClient | None = None
         self._place: Source
@@ -51,8 +51,8 @@ class HubSource:
             self.name = _name(self._spec, self.sha)
             self._place = LocalSource(folder, name=self.name)
         else:
-            endpoint = _endpoint()
-            self._client = RangeClient(endpoint, token=_token(), user_agent=_user_agent(), limits=self._limits)
+            endpoint = hub_endpoint()
+            self._client = RangeClient(endpoint, token=hub_token(), user_agent=hub_user_agent(), limits=self._limits)
             listing = list_files(self._client, endpoint, self._spec)
             self.sha = listing.sha
             self.name = _name(self._spec, self.sha)
@@ -184,13 +184,13 @@ def _name(spec: RepoSpec, sha: str) -> str:
     return short if spec.revision is None or sha.startswith(spec.revision) else f"{short} ({spec.revision})"
 
 
-def _endpoint() -> str:
+def hub_endpoint() -> str:
     from huggingface_hub import constants
 
     return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
 
-def _offline_by_environment() -> bool:
+def offline_by_environment() -> bool:
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         value = os.environ.get(variable)
         if value is not None:
@@ -200,7 +200,7 @@ def _offline_by_environment() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def _token() -> str | None:
+def hub_token() -> str | None:
     from huggingface_hub import get_token
 
     try:
@@ -214,7 +214,7 @@ def _token() -> str | None:
     return token
 
 
-def _user_agent() -> str:
+def hub_user_agent() -> str:
     from ghoststep import __version__
 
     return f"ghoststep/{__version__}"

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 8 << 20
 _NUM_CONNECTIONS = 4
+_MAX_PEEKS = 2
+_PEEK_TABLE_BYTES = 8 << 20
 
 
 class SpooledRows:
     """A `RowStore` over a copy of another store's bytes, made at the first question and deleted with this object.
 
-    Each byte is asked for once, in ascending pieces of about 8 MB over four connections. Threads may ask at once: all wait
+    The first two questions for less than a hundredth of a table of more than 8 MB are passed on instead: comparing two tables
+    ends at the first block as a rule, and needs no copy. After that each byte is asked for once, in ascending pieces of about 8 MB over
+    four connections. Threads may ask at once: all wait
     for the one copy. `CannotLook` when the temporary folder has no room; an error of the store itself comes through, and the
     next question tries again. Memory: the pieces in flight; the copy is mapped.
     """
@@ -41,17 +45,25 @@ class SpooledRows:
         self._store = store
         self._lock = threading.Lock()
         self._copy: NDArray[np.uint8] | None = None
+        self._num_peeks = 0
 
     def raw_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Rows [start, stop): a read-only view uint8 [stop - start, row_bytes] of the copy."""
         if self._store.num_rows * self.row_bytes == 0:
             return self._store.raw_rows(start, stop)
         with self._lock:
+            if self._copy is None and self._is_a_peek(start, stop):
+                self._num_peeks += 1
+                return self._store.raw_rows(start, stop)
             if self._copy is None:
                 self._copy = self._fetch()
         if not 0 <= start <= stop <= self.num_rows:
             raise CannotLook(f"{self.info.name} has {self.num_rows} table rows, asked for {start} to {stop}")
         return self._copy[start:stop]
+
+    def _is_a_peek(self, start: int, stop: int) -> bool:
+        is_large = self.num_rows * self.row_bytes > _PEEK_TABLE_BYTES
+        return is_large and self._num_peeks < _MAX_PEEKS and (stop - start) * 100 < self.num_rows
 
     def _fetch(self) -> NDArray[np.uint8]:
         import numpy as np

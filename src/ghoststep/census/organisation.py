@@ -46,10 +46,10 @@ def _listed(organisation: str, offline: bool) -> set[str]:
     from ghoststep.subjects.http_connection import HttpLimits, Origin
     from ghoststep.subjects.http_ranges import RangeClient
 
-    if offline or hub._offline_by_environment():
+    if offline or hub.offline_by_environment():
         raise UsageError(f"hf:{organisation}/*: offline, the Hub cannot be asked: name the models, or give --list FILE")
-    endpoint, limits = hub._endpoint(), HttpLimits()
-    client = RangeClient(endpoint, token=hub._token(), user_agent=hub._user_agent(), limits=limits)
+    endpoint, limits = hub.hub_endpoint(), HttpLimits()
+    client = RangeClient(endpoint, token=hub.hub_token(), user_agent=hub.hub_user_agent(), limits=limits)
     names: set[str] = set()
     url = f"{endpoint}/api/models?author={quote(organisation)}&limit={MAX_MODELS}"
     try:

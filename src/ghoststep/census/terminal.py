@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ghoststep.census.record import Record, RowCounts, Status
+from ghoststep.census.run import Census
+from ghoststep.census.totals import duplicates, tie_group, totals
 from ghoststep.evidence.wiring import Mixing
-from ghoststep.scan.census.record import Record, RowCounts, Status
-from ghoststep.scan.census.run import Census
-from ghoststep.scan.census.totals import duplicates, tie_group, totals
 from ghoststep.severity import SPIKE_NORM
 
 MAX_NAME = 60

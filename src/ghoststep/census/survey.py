@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from ghoststep.census.record import Example, Record, RowCounts, Status
+from ghoststep.census.watched import Watched
 from ghoststep.engine import Case
 from ghoststep.evidence.base import Evidence, Missing
 from ghoststep.evidence.checkpoint import Declared, Tables
@@ -17,8 +19,6 @@ from ghoststep.evidence.rows import InputRows, RowFacts
 from ghoststep.evidence.tokenizer import SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import MixingClass, TieState
 from ghoststep.finding import Outcome
-from ghoststep.scan.census.record import Example, Record, RowCounts, Status
-from ghoststep.scan.census.watched import Watched
 from ghoststep.severity import SPIKE_NORM, Exposure, TokenExposure, exposures, padding_ids
 from ghoststep.text import visible
 

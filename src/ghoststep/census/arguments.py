@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ghoststep.census.organisation import models_of
 from ghoststep.errors import UsageError
-from ghoststep.scan.census.organisation import models_of
 
 HUB_PREFIX = "hf:"
 MAX_LIST_BYTES = 16 << 20

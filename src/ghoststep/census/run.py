@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+from ghoststep.census.record import Record
+from ghoststep.census.spool import Spool
+from ghoststep.census.survey import failure, open_watched, survey, timed
 from ghoststep.engine import describe
 from ghoststep.errors import GhoststepError
 from ghoststep.registry import Instrument
-from ghoststep.scan.census.record import Record
-from ghoststep.scan.census.spool import Spool
-from ghoststep.scan.census.survey import failure, open_watched, survey, timed
 
 _GRACE_SECONDS = 2.0
 """After an interrupt, how long threads may take to notice; each stops at its next read."""
@@ -76,11 +76,12 @@ def run(
 
     is_interrupted = False
     try:
+        results = _in_turn(subjects, work) if settings.jobs == 1 else _in_threads(subjects, work, settings.jobs, threads, stop)
         with _calm_torch(settings.jobs):
-            for done in _in_threads(subjects, work, settings.jobs, threads) if settings.jobs > 1 else _in_turn(subjects, work):
+            for done in results:
+                found[done.place] = done  # first: an interrupt may come between the two lines
                 if not done.is_resumed and done.key:
                     spool.append(done.key, done.record)
-                found[done.place] = done
                 on_done(done)
     except KeyboardInterrupt:
         is_interrupted = True
@@ -103,14 +104,18 @@ def _in_turn(subjects: Sequence[str], work: Callable[[int, str], Done]) -> Itera
 
 
 def _in_threads(
-    subjects: Sequence[str], work: Callable[[int, str], Done], jobs: int, threads: list[threading.Thread]
+    subjects: Sequence[str],
+    work: Callable[[int, str], Done],
+    jobs: int,
+    threads: list[threading.Thread],
+    stop: threading.Event,
 ) -> Iterator[Done]:
     """Results as they come. Daemon threads: an interrupted census must not wait for a stalled server."""
     places = itertools.count()  # `next` on it is atomic: the threads share it
     results: queue.SimpleQueue[Done] = queue.SimpleQueue()
 
     def loop() -> None:
-        while (place := next(places)) < len(subjects):
+        while not stop.is_set() and (place := next(places)) < len(subjects):
             results.put(work(place, subjects[place]))
 
     for _ in range(min(jobs, len(subjects))):

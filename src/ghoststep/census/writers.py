@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import ghoststep
-from ghoststep.scan.census.record import Record, RowCounts
-from ghoststep.scan.census.run import Census
-from ghoststep.scan.census.totals import Total, duplicates, tie_group, totals
+from ghoststep.census.record import Record, RowCounts
+from ghoststep.census.run import Census
+from ghoststep.census.totals import Total, duplicates, tie_group, totals
 from ghoststep.severity import SPIKE_NORM
 
 _FORMULA_START = ("=", "+", "-", "@", "\t", "\r")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ghoststep.census.record import Record, RowCounts
 from ghoststep.evidence.wiring import Mixing, Tie
-from ghoststep.scan.census.record import Record, RowCounts
 
 ALL = "all"
 UNKNOWN = "unknown"

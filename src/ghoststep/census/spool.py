@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ghoststep.census.record import STATE_VERSION, Record, Status
 from ghoststep.errors import UsageError
-from ghoststep.scan.census.record import STATE_VERSION, Record, Status
 
 MAX_LINE_BYTES = 1 << 20
 

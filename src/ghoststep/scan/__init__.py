@@ -1,1 +1,0 @@
-"""Looking at many things at once: fleets of checkpoints here, whole corpora later."""

@@ -1,0 +1,254 @@
+"""How the user's loss calls the model: which arguments, where the token ids go in, where the head is, where the logits come out.
+
+Found by running the loss once under hooks, not from names: the input embedding is the module that looks the ids up, the head is
+the last module that turns a hidden state into one number a class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ghoststep.errors import CannotLook
+from ghoststep.evidence.base import Evidence
+from ghoststep.instruments.live.untouched import untouched
+from ghoststep.registry import instrument
+from ghoststep.subjects.setup import Batch, Setup
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """One call of the root model: its arguments as they came, and what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveCall(Evidence):
+    """What one run of the user's loss on the first batch showed. Holds live tensors and modules: for instruments, not for checks.
+
+    model: the root as given. core: without DDP and torch.compile wrappers (hooks sit on it). wrappers: their names.
+    calls: every call of the core, in order (a contrastive setup has several). loss: the scalar, detached; loss_error: why there
+    is none. embedding: the module that looked the token ids up, or None; ids: one int64 tensor [B, T] a look-up.
+    head: the module whose output's last dimension is the number of classes, or None if the loss never called one;
+    head_inputs / head_outputs: its detached tensors, one a call. num_classes: classes of the head or of the logits.
+    logits: the logits tensor in the last call's output (detached), or None; logits_path: where it stands in the output.
+    """
+
+    model: torch.nn.Module
+    core: torch.nn.Module
+    wrappers: tuple[str, ...]
+    calls: tuple[ModelCall, ...]
+    loss: torch.Tensor | None
+    loss_error: str | None
+    embedding: torch.nn.Module | None
+    embedding_name: str
+    ids: tuple[torch.Tensor, ...]
+    head: torch.nn.Module | None
+    head_name: str
+    head_inputs: tuple[torch.Tensor, ...]
+    head_outputs: tuple[torch.Tensor, ...]
+    num_classes: int | None
+    logits: torch.Tensor | None
+    logits_path: tuple[str | int, ...] = field(default=())
+
+    @property
+    def num_table_rows(self) -> int | None:
+        """Rows of the input embedding's table."""
+        weight = getattr(self.embedding, "weight", None)
+        return None if weight is None else int(weight.shape[0])
+
+
+def unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, tuple[str, ...]]:
+    """The module inside DDP, FSDP1-like and torch.compile wrappers, and the wrappers' class names. PEFT stays: it is the model."""
+    wrappers: list[str] = []
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = model.module
+        if inner is None or not callable(inner):
+            return model, tuple(wrappers)
+        wrappers.append(type(model).__name__)
+        model = inner
+
+
+def compute_loss(setup: Setup, batch: Batch, model: torch.nn.Module | None = None) -> torch.Tensor:
+    """The user's own scalar loss on a batch: `loss_fn`, else `.loss` (or "loss", or the first scalar) of the model's output.
+
+    Raises `CannotLook` when there is neither; errors of the user's code come through.
+    """
+    import torch
+
+    model = setup.model if model is None else model
+    if setup.loss_fn is not None:
+        loss = setup.loss_fn(model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise CannotLook(f"loss_fn returned {_shape(loss)}; expected a scalar tensor")
+        return loss.reshape(())
+    output = call_model(model, batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple):
+        loss = next((o for o in output if isinstance(o, torch.Tensor) and o.numel() == 1), None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise CannotLook("the model returns no loss for this batch, and the setup has no loss_fn(model, batch) -> loss")
+    return loss.reshape(())
+
+
+def call_model(model: torch.nn.Module, batch: Batch) -> Any:
+    """`model(**batch)`, or `model(ids)` for a plain module that takes one tensor."""
+    import inspect
+
+    core, _ = unwrap(model)
+    parameters = inspect.signature(core.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) or {p.name for p in parameters} & set(batch):
+        accepted = {p.name for p in parameters}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return model(**{k: v for k, v in batch.items() if takes_all or k in accepted})
+    return model(next(iter(batch.values())))
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """A compiled model ignores hooks set after compilation: run it eagerly meanwhile. Costs no recompilation."""
+    import torch
+
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@instrument
+def live_call(setup: Setup) -> LiveCall:
+    """Run the loss once (one forward, no backward) under hooks. Nothing is changed; see `untouched`."""
+    import torch
+
+    if not setup.batches:
+        raise CannotLook("the setup has no batch")
+    core, wrappers = unwrap(setup.model)
+    calls: list[ModelCall] = []
+    seen = _Seen()
+    handles = [m.register_forward_hook(_watch(seen, name), with_kwargs=True) for name, m in core.named_modules() if name]
+    handles.append(core.register_forward_hook(lambda m, a, k, o: calls.append(ModelCall(args=a, kwargs=dict(k), output=o)),
+                                              with_kwargs=True))  # fmt: skip
+    loss, error = None, None
+    try:
+        with untouched(setup.model), eager(), torch.no_grad():
+            try:
+                loss = compute_loss(setup, setup.batches[0]).detach()
+            except CannotLook as reason:
+                error = str(reason)
+            if not calls:
+                call_model(setup.model, setup.batches[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not calls:
+        raise CannotLook("the loss never calls the model's forward: hooks see nothing")
+    embedding_name, ids = seen.token_look_ups()
+    head_name, head_inputs, head_outputs = seen.head()
+    modules = dict(core.named_modules())
+    path, logits = find_logits(calls[-1].output, head_outputs[-1].shape[-1] if head_outputs else None)
+    classes = head_outputs[-1].shape[-1] if head_outputs else None if logits is None else logits.shape[-1]
+    return LiveCall(
+        model=setup.model, core=core, wrappers=wrappers, calls=tuple(calls), loss=loss, loss_error=error,
+        embedding=modules.get(embedding_name) if ids else None, embedding_name=embedding_name, ids=tuple(ids),
+        head=modules.get(head_name) if head_outputs else None, head_name=head_name, head_inputs=tuple(head_inputs),
+        head_outputs=tuple(head_outputs), num_classes=classes, logits=logits, logits_path=path,
+    )  # fmt: skip
+
+
+class _Seen:
+    """What passed through the modules during one run."""
+
+    def __init__(self) -> None:
+        self.look_ups: list[tuple[str, torch.Tensor, int]] = []
+        self.projections: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def token_look_ups(self) -> tuple[str, list[torch.Tensor]]:
+        """The embedding that looked integers up and has the largest table (position and type tables are smaller)."""
+        by_name: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        for name, ids, rows in self.look_ups:
+            by_name.setdefault(name, []).append((ids, rows))
+        if not by_name:
+            return "", []
+        name = max(by_name, key=lambda n: (_is_varied(by_name[n][0][0]), by_name[n][0][1]))
+        return name, [ids for ids, _ in by_name[name]]
+
+    def head(self) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+        """The last projection to the most classes, if its output is wider than its input or as wide as the table."""
+        rows = max((r for _, _, r in self.look_ups), default=0)
+        wide = [(n, i, o) for n, i, o in self.projections if o.shape[-1] >= 0.5 * rows > 0]
+        if not wide:
+            return "", [], []
+        name = wide[-1][0]
+        mine = [(i, o) for n, i, o in wide if n == name]
+        return name, [i for i, _ in mine], [o for _, o in mine]
+
+
+def _is_varied(ids: torch.Tensor) -> bool:
+    """False for 0, 1, 2, ... and for constants: positions and types, not tokens."""
+    flat = ids.reshape(-1, ids.shape[-1]) if ids.dim() > 1 else ids.reshape(1, -1)
+    if flat.shape[-1] < 2:
+        return True
+    steps = flat[:, 1:] - flat[:, :-1]
+    return not bool(((steps == 1) | (steps == 0)).all())
+
+
+def _watch(seen: _Seen, name: str) -> Callable[..., None]:
+    import torch
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        weight = getattr(module, "weight", None)
+        if not isinstance(given, torch.Tensor) or not isinstance(output, torch.Tensor):
+            return
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            return
+        if not given.is_floating_point():
+            seen.look_ups.append((name, given.detach(), int(weight.shape[0])))
+        elif given.shape[:-1] == output.shape[:-1] and not any(True for _ in module.children()):
+            seen.projections.append((name, given.detach(), output.detach()))
+
+    return hook
+
+
+def find_logits(output: Any, num_classes: int | None) -> tuple[tuple[str | int, ...], torch.Tensor | None]:
+    """Where the logits stand in a model's output: the attribute, key or place, and the tensor (detached); ((), None) if nowhere.
+
+    A tensor output is itself. Otherwise "logits" by name, else the first floating tensor with `num_classes` as last dimension.
+    """
+    import torch
+
+    def fits(value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2
+            and (num_classes is None or value.shape[-1] == num_classes)
+        )  # fmt: skip
+
+    if isinstance(output, torch.Tensor):
+        return ((), output.detach()) if fits(output) else ((), None)
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(named, torch.Tensor):
+        return ("logits",), named.detach()
+    items: list[tuple[str | int, Any]] = []
+    if isinstance(output, Mapping):
+        items = list(output.items())
+    elif isinstance(output, (tuple, list)):
+        items = list(enumerate(output))
+    elif hasattr(output, "__dict__"):
+        items = list(vars(output).items())
+    for key, value in items:
+        if fits(value):
+            return (key,), value.detach()
+    return (), None
+
+
+def _shape(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")

@@ -1,0 +1,185 @@
+"""A setup as a subject: the user's own model, batch, loss and optimizer, as a function of theirs returns them.
+
+Running that function runs the user's code; nothing else of theirs is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ghoststep.errors import SubjectError, UsageError
+from ghoststep.finding import SubjectInfo
+
+if TYPE_CHECKING:
+    import torch
+
+Batch = Mapping[str, Any]
+"""One batch as it is fed to the model or to `loss_fn`: names to tensors (other values pass through untouched)."""
+
+INTENTS = ("causal", "prefix", "masked", "seq2seq", "contrastive", "rl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is about to be trained, and how. Only `model` is required; what is missing makes some checks unknown, by name.
+
+    model: `torch.nn.Module`, also wrapped (DDP, PEFT, `torch.compile`), in the mode it will train in.
+    batches: dicts of tensors as fed to the model or to `loss_fn`; the first one is the one that instruments look at.
+    loss_fn: `loss_fn(model, batch) -> scalar tensor`. Without it the model's own `.loss` (or first scalar output) is used.
+    train_step: `train_step(model, optimizer, batch)`, one whole step of the user's own; its result is the logged loss.
+    optimizer, scheduler, scaler: as they will be used. max_grad_norm: the bound handed to clipping.
+    accumulation_steps: micro-batches an optimizer step. pad_token_id: overrides the tokenizer's and the config's.
+    token_roles: int tensor [batch, time] or a name of a batch entry: 0 prompt, 1 answer, 2 template (first batch).
+    intent: one of "causal", "prefix", "masked", "seq2seq", "contrastive", "rl"; None lets the instruments find out.
+    save, load: `save(model, folder)` and `load(folder) -> model`.
+    """
+
+    model: torch.nn.Module
+    batches: tuple[Batch, ...] = ()
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    train_step: Callable[[Any, Any, Any], Any] | None = None
+    optimizer: Any = None
+    scheduler: Any = None
+    scaler: Any = None
+    max_grad_norm: float | None = None
+    accumulation_steps: int = 1
+    tokenizer: Any = None
+    checkpoint_dir: str | None = None
+    corpus: Iterable[str] | None = None
+    pad_token_id: int | None = None
+    token_roles: Any = None
+    intent: str | None = None
+    save: Callable[[Any, str], Any] | None = None
+    load: Callable[[str], Any] | None = None
+    name: str = "setup"
+    fast: bool = False
+    kind: str = field(default="setup", init=False)
+
+    def info(self) -> SubjectInfo:
+        """What was given, and the model's class and size. Cost: counts parameters."""
+        parameters = list(self.model.parameters())
+        facts: dict[str, str | int | float | bool] = {
+            "model": type(self.model).__name__,
+            "parameters": sum(p.numel() for p in parameters),
+            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            "mode": "train" if self.model.training else "eval",
+            "batches": len(self.batches),
+        }
+        return SubjectInfo(kind=self.kind, name=self.name, facts=facts)
+
+
+_KEYS = tuple(f.name for f in fields(Setup) if f.init and f.name not in ("name", "fast", "batches"))
+SETUP_KEYS = (*_KEYS, "batch", "batches")
+"""Keys of the mapping that a setup function may return."""
+
+
+def make_setup(given: Mapping[str, Any], *, name: str = "setup", fast: bool = False) -> Setup:
+    """A `Setup` from a mapping with `batch` or `batches`; `UsageError` names unknown keys, a missing or wrong model.
+
+    With both `batch` and `batches`, the batch comes first and is not repeated.
+    """
+    import torch
+
+    unknown = sorted(set(given) - set(SETUP_KEYS))
+    if unknown:
+        raise UsageError(f"{name}: unknown keys {unknown}; a setup has some of {', '.join(SETUP_KEYS)}")
+    if not isinstance(given.get("model"), torch.nn.Module):
+        got = type(given.get("model")).__name__
+        raise UsageError(f"{name}: `model` is a {got}; expected a torch.nn.Module")
+    if given.get("intent") not in (None, *INTENTS):
+        raise UsageError(f"{name}: intent {given['intent']!r} is unknown; expected one of {', '.join(INTENTS)}")
+    batches = _batches(given.get("batch"), given.get("batches"), name)
+    values = {k: v for k, v in given.items() if k in _KEYS and v is not None}
+    return Setup(**values, batches=batches, name=name, fast=fast)
+
+
+def _batches(first: Any, rest: Any, name: str) -> tuple[Batch, ...]:
+    found = [] if first is None else [first]
+    if isinstance(rest, Mapping):
+        raise UsageError(f"{name}: `batches` is one mapping; expected a list of them (or call it `batch`)")
+    found += [b for b in (() if rest is None else rest) if b is not first and not (found and _same(b, first))]
+    for i, batch in enumerate(found):
+        if not isinstance(batch, Mapping):
+            raise UsageError(f"{name}: batch {i} is a {type(batch).__name__}; expected a mapping of names to tensors")
+    return tuple(found)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True if two batches hold equal tensors: `batch` is often `batches[0]` made a second time."""
+    import torch
+
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or set(one) != set(other):
+        return False
+    return all(
+        torch.equal(one[k], other[k]) if isinstance(one[k], torch.Tensor) and isinstance(other[k], torch.Tensor) else False
+        for k in one
+    )
+
+
+def open_setup(spec: str, *, fast: bool = False) -> Setup:
+    """Run the function that `spec` names, `path.py:function` or `module:function`, and take what it returns.
+
+    `SubjectError` when file, module or function is missing, or the function raises.
+    """
+    place, _, function_name = spec.rpartition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise SubjectError(f"{place} has no function {function_name!r}; it has: {known or 'none'}")
+    try:
+        returned = function()
+    except Exception as error:
+        raise SubjectError(f"{spec} raised {type(error).__name__}: {error}") from error
+    if isinstance(returned, Setup):
+        return returned
+    if not isinstance(returned, Mapping):
+        raise SubjectError(f"{spec} returned a {type(returned).__name__}; expected a mapping with `model`, `batch`, ...")
+    known_keys = {k: v for k, v in returned.items() if k in SETUP_KEYS}
+    return make_setup(known_keys, name=spec, fast=fast)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise SubjectError(f"{path} does not exist; a setup is written path.py:function")
+    spec = importlib.util.spec_from_file_location(f"ghoststep_setup_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise SubjectError(f"{path} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling look the module up by name
+    sys.path.insert(0, str(path.parent.resolve()))  # its neighbours import as when it is run as a script
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SubjectError(f"{path} raised {type(error).__name__} while being imported: {error}") from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise SubjectError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+
+
+def is_setup_spec(spec: str) -> bool:
+    """True for `path.py:function` and `module:function`, not for paths, `hf:...` or Windows drives."""
+    place, colon, function = spec.rpartition(":")
+    return bool(colon) and function.isidentifier() and place != "hf" and (place.endswith(".py") or _is_dotted(place))
+
+
+def _is_dotted(place: str) -> bool:
+    parts: Sequence[str] = place.split(".")
+    return len(place) > 1 and all(p.isidentifier() for p in parts)

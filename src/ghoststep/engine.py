@@ -64,16 +64,16 @@ class Case:
     def _measure(self, kind: type) -> object:
         providers = self._providers.get(kind, [])
         if not providers:
-            return Missing(reason=_nothing_provides(kind))
+            return _nothing_provides(kind)
         failures: list[Missing] = []
         for instrument in providers:
             result = self._run(instrument)
             if not isinstance(result, Missing):
                 return result
             failures.append(result)
-        # The failure that got furthest explains most: a defect first, then "does not apply", then "could not look".
-        ranking = [Outcome.BROKEN, Outcome.NOT_APPLICABLE, Outcome.UNKNOWN]
-        return min(failures, key=lambda m: ranking.index(m.outcome))
+        # The most worrying failure counts: "does not apply" from one instrument must not hide that another could not look.
+        ranking = [Outcome.BROKEN, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE]
+        return min(failures, key=lambda m: (m.is_absent, ranking.index(m.outcome)))
 
     def _run(self, instrument: Instrument) -> object:
         arguments = self.arguments(instrument)
@@ -134,10 +134,11 @@ class Case:
             signal.signal(signal.SIGALRM, previous)
 
 
-def _nothing_provides(kind: type) -> str:
+def _nothing_provides(kind: type) -> Missing:
     if issubclass(kind, Evidence):
-        return f"nothing here measures {kind.__name__}"
-    return f"no {getattr(kind, 'kind', kind.__name__.lower())} was given"
+        return Missing(reason=f"nothing here measures {kind.__name__}")
+    name = getattr(kind, "kind", kind.__name__.lower())
+    return Missing(reason=f"needs a {name}, and none was given", outcome=Outcome.NOT_APPLICABLE, is_absent=True)
 
 
 def describe(error: BaseException) -> str:

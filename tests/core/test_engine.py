@@ -80,11 +80,25 @@ def test_each_fact_is_measured_once_and_on_demand() -> None:
     assert scale.readings == 1
 
 
-def test_a_missing_subject_is_unknown_with_the_reason() -> None:
+def test_without_its_subject_a_check_does_not_apply_and_without_an_instrument_it_is_unknown() -> None:
     verdict = ask(Case([], [weigh]), too_heavy)
-    assert verdict.outcome is Outcome.UNKNOWN
-    assert verdict.reason == "no scale was given"
-    assert ask(Case([Scale()], []), too_heavy).reason == "nothing here measures Weight"
+    assert verdict.outcome is Outcome.NOT_APPLICABLE
+    assert verdict.reason == "needs a scale, and none was given"
+    blind = ask(Case([Scale()], []), too_heavy)
+    assert (blind.outcome, blind.reason) == (Outcome.UNKNOWN, "nothing here measures Weight")
+
+
+def test_does_not_apply_never_hides_that_another_instrument_could_not_look() -> None:
+    @instrument
+    def inapplicable(scale: Scale) -> Weight:
+        raise DoesNotApply("a spring has no pan")
+
+    @instrument
+    def blind(scale: Scale) -> Weight:
+        raise CannotLook("dark")
+
+    for order in ((inapplicable, blind), (blind, inapplicable)):
+        assert ask(given(*order), too_heavy).outcome is Outcome.UNKNOWN
 
 
 @pytest.mark.parametrize(

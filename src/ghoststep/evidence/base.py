@@ -17,8 +17,10 @@ class Evidence:
 class Missing:
     """A fact that could not be had. A check that can work without a fact asks for `Fact | Missing`.
 
-    `outcome` is what a check that needs the fact has to answer: unknown, not-applicable or broken.
+    `outcome` is what a check that needs the fact has to answer: unknown, not-applicable or broken. `is_absent` is True where
+    the subject that would show it was not given at all (a checkpoint alone says nothing about masks): not applicable.
     """
 
     reason: str
     outcome: Outcome = Outcome.UNKNOWN
+    is_absent: bool = False

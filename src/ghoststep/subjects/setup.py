@@ -9,10 +9,10 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ghoststep.errors import SubjectError, UsageError
 from ghoststep.finding import SubjectInfo
@@ -41,6 +41,8 @@ class Setup:
     save, load: `save(model, folder)` and `load(folder) -> model`.
     """
 
+    kind: ClassVar[str] = "setup"
+
     model: torch.nn.Module
     batches: tuple[Batch, ...] = ()
     loss_fn: Callable[[Any, Any], Any] | None = None
@@ -60,7 +62,6 @@ class Setup:
     load: Callable[[str], Any] | None = None
     name: str = "setup"
     fast: bool = False
-    kind: str = field(default="setup", init=False)
 
     def info(self) -> SubjectInfo:
         """What was given, and the model's class and size. Cost: counts parameters."""
@@ -75,7 +76,7 @@ class Setup:
         return SubjectInfo(kind=self.kind, name=self.name, facts=facts)
 
 
-_KEYS = tuple(f.name for f in fields(Setup) if f.init and f.name not in ("name", "fast", "batches"))
+_KEYS = tuple(f.name for f in fields(Setup) if f.name not in ("name", "fast", "batches"))
 SETUP_KEYS = (*_KEYS, "batch", "batches")
 """Keys of the mapping that a setup function may return."""
 

@@ -48,3 +48,13 @@ def test_codes_that_are_named_exist(page: Path) -> None:
     known = {check.code for check in load(with_instruments=False, plugins=False).checks}
     named = set(re.findall(r"\bGS\d{3}\b", page.read_text(encoding="utf-8")))
     assert named - known == set()
+
+
+def test_examples_are_included_from_files_that_are_tested() -> None:
+    """A snippet line that a formatter broke would show itself instead of the code."""
+    lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("--8")]
+    assert len(lines) >= 3
+    for line in lines:
+        found = re.fullmatch(r'--8<-- "(.+)"', line)
+        assert found, line
+        assert (ROOT / found[1]).is_file(), line

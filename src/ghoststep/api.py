@@ -17,7 +17,7 @@ from ghoststep.config import Config
 from ghoststep.diagnosis import diagnose
 from ghoststep.engine import Case, ask
 from ghoststep.errors import ConfigError, UsageError
-from ghoststep.evidence.intent import Intent, TrainingKind
+from ghoststep.evidence.plan import TrainingKind, TrainingPlan
 from ghoststep.evidence.tool import AcceptanceUse, ToolRun
 from ghoststep.finding import Outcome, Report, Severity, Verdict
 from ghoststep.registry import Check, Registry, load
@@ -56,7 +56,7 @@ def check(
     training: str | None = None,
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
-    fail_on: str = "error",
+    fail_on: str | None = None,
     strict: bool = False,
     allow_unknown: Sequence[str] = (),
     baseline: str | Path | None = None,
@@ -71,7 +71,7 @@ def check(
         subjects: checkpoint folders or files (`str` or `Path`), `"hf:org/name[@rev]"`, or opened subjects.
         training: "full" (default), "lora", "frozen-embeddings" or "rl": decides which findings are dangers.
         select, ignore: codes, prefixes of codes ("GS3") or names.
-        fail_on: "error", "warning" or "note": from here on `exit_code` is 1.
+        fail_on: "error" (default), "warning" or "note": from here on `exit_code` is 1.
         strict: unknown verdicts make `exit_code` 2, except those in `allow_unknown`.
         baseline: a JSON report; its findings are taken out, so that only new ones count.
         config: a pyproject.toml whose `[tool.ghoststep]` applies; none is searched for.
@@ -89,10 +89,10 @@ def check(
         training=parse_training(training or loaded.training),
         select=tuple(select) or loaded.select,
         ignore=tuple(ignore) or loaded.ignore,
-        fail_on=parse_severity(fail_on if fail_on != "error" else loaded.fail_on),
+        fail_on=parse_severity(fail_on or loaded.fail_on),
         strict=strict or loaded.strict,
         allow_unknown=tuple(allow_unknown) or loaded.allow_unknown,
-        baseline=Path(baseline) if baseline else None,
+        baseline=Path(baseline) if baseline else configured_baseline(loaded, Path(config) if config else None),
         config=loaded,
         config_file=str(config or "pyproject.toml"),
         seed=seed,
@@ -100,6 +100,11 @@ def check(
         timeout_seconds=timeout_seconds,
     )
     return run(open_subjects(subjects, offline=offline), settings)
+
+
+def configured_baseline(loaded: Config, path: Path | None) -> Path | None:
+    """The baseline that a configuration names, beside its file."""
+    return path.parent / loaded.baseline if path is not None and loaded.baseline else None
 
 
 def parse_training(value: str | None) -> TrainingKind | None:
@@ -124,7 +129,15 @@ def open_subjects(subjects: Sequence[object], *, offline: bool) -> list[Subject]
 
     if not subjects:
         raise UsageError("nothing to check: give a checkpoint folder, a file or hf:org/name")
-    return [open_subject(str(s), offline=offline) if isinstance(s, str | Path) else s for s in subjects]  # type: ignore[misc]
+    opened: list[Subject] = []
+    for given in subjects:
+        if isinstance(given, str | Path):
+            opened.append(open_subject(str(given), offline=offline))
+        elif isinstance(getattr(given, "kind", None), str):
+            opened.append(given)  # type: ignore[arg-type]
+        else:
+            raise UsageError(f'cannot check a {type(given).__name__}: expected a path, "hf:org/name", or an opened subject')
+    return opened
 
 
 def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry | None = None) -> Report:
@@ -136,14 +149,17 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
     checks = registry.select(settings.select, settings.ignore)
     subject_checks = [c for c in checks if not c.code.startswith("GS9")]
     verdicts: list[Verdict] = []
-    for given in _cases(subjects):
-        intent = Intent(
+    cases = _cases(subjects)
+    labels = _labels([given[0].name for given in cases]) if len(cases) > 1 else [None]
+    deadline = None if settings.timeout_seconds is None else start + settings.timeout_seconds
+    for given, label in zip(cases, labels, strict=True):
+        plan = TrainingPlan(
             training=settings.training or TrainingKind.FULL,
             training_declared=settings.training is not None,
             seed=settings.seed,
         )
-        case = Case([*given, intent], registry.instruments, timeout_seconds=settings.timeout_seconds)
-        label = given[0].name if len(subjects) > 1 else None
+        remaining = None if deadline is None else max(0.0, deadline - time.perf_counter())
+        case = Case([*given, plan], registry.instruments, timeout_seconds=remaining)
         verdicts += [replace(ask(case, c, options.get(c.name)), subject=label) for c in subject_checks]
     diagnosed = diagnose(verdicts, registry.checks)
     today = settings.today or datetime.datetime.now(datetime.timezone.utc).date()
@@ -154,18 +170,34 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
         accepted = less_baseline(accepted, settings.baseline)
     tool = _tool_run(settings, registry, diagnosed, counts, today)
     tool_case = Case([tool])
-    tool_checks = [c for c in checks if c.code.startswith("GS9")]
+    # A plugin that did not load is told whatever was selected: its checks cannot be named by --select either.
+    always = ("GS901",) if registry.broken_plugins else ()
+    tool_checks = [c for c in registry.checks if c.code.startswith("GS9") and (c in checks or c.code in always)]
     everything = [*accepted, *(ask(tool_case, c, options.get(c.name)) for c in tool_checks)]
     return _report(subjects, everything, settings, options, registry, time.perf_counter() - start)
 
 
 def _cases(subjects: Sequence[Subject]) -> list[list[Any]]:
-    """Subjects that belong together share a case: one of each kind. Two of a kind are two cases."""
+    """Subjects that belong together share a case: one of each kind. Two of a kind are two cases, a single one joins them all."""
     by_kind: dict[str, list[Subject]] = {}
     for s in subjects:
         by_kind.setdefault(s.kind, []).append(s)
-    num_cases = max(len(group) for group in by_kind.values())
-    return [[group[i] for group in by_kind.values() if i < len(group)] for i in range(num_cases)]
+    several = sorted(by_kind.values(), key=len, reverse=True)  # the kind with most members comes first: it names the case
+    cases: list[list[Any]] = []
+    for i in range(len(several[0])):
+        members = [group[0] if len(group) == 1 else group[i] for group in several if len(group) == 1 or i < len(group)]
+        cases.append(members)
+    return cases
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """Names, made unique: "model", "model (2)"."""
+    seen: dict[str, int] = {}
+    labels = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        labels.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return labels
 
 
 def _tool_run(
@@ -223,7 +255,11 @@ def _report(
         },
         seconds=seconds,
         exit_code=configuration.exit_code(
-            verdicts, fail_on=settings.fail_on, strict=settings.strict, allow_unknown=settings.allow_unknown
+            verdicts,
+            fail_on=settings.fail_on,
+            strict=settings.strict,
+            allow_unknown=settings.allow_unknown,
+            unreadable=any(getattr(s, "unreadable", None) is not None for s in subjects),
         ),
     )
 

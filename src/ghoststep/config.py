@@ -6,6 +6,7 @@ Unknown keys are errors, with the known ones named: a typing mistake must not sw
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import msgspec
 
 from ghoststep.errors import ConfigError
-from ghoststep.finding import Finding, Outcome, Severity, Verdict
+from ghoststep.finding import Finding, Outcome, Severity, Verdict, Where
 from ghoststep.registry import Check, Registry
+
+_PLACE_KEYS = ("tensor", "module", "parameter", "token", "token_id", "table_row", "key")
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
@@ -34,23 +37,27 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     token: str | None = None
     token_id: int | None = None
     table_row: int | None = None
+    key: str | None = None
 
     @property
     def place(self) -> str:
         """Code and place in one line, for messages."""
-        keys = ("file", "tensor", "module", "parameter", "token", "token_id", "table_row")
-        pairs = [f"{k}={getattr(self, k)!r}" for k in keys if getattr(self, k) is not None]
+        pairs = [f"{k}={getattr(self, k)!r}" for k in ("file", *_PLACE_KEYS) if getattr(self, k) is not None]
         return " ".join((self.code, *pairs))
 
     def matches(self, verdict: Verdict, finding: Finding) -> bool:
         """True if this acceptance covers the finding; the end date is not looked at."""
-        if self.code.lower() not in (verdict.code.lower(), verdict.name):
+        return self.covers(verdict.code, verdict.name, finding.where)
+
+    def covers(self, code: str, name: str, where: Where) -> bool:
+        """The same for a code, a name and a place."""
+        if self.code.lower() not in (code.lower(), name):
             return False
-        for key in ("tensor", "module", "parameter", "token", "token_id", "table_row"):
+        for key in _PLACE_KEYS:
             wanted = getattr(self, key)
-            if wanted is not None and wanted != getattr(finding.where, key):
+            if wanted is not None and wanted != getattr(where, key):
                 return False
-        return self.file is None or (finding.where.file or "").endswith(self.file)
+        return self.file is None or f"/{where.file or ''}".endswith(f"/{self.file}")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
@@ -71,9 +78,17 @@ def find_config(start: Path) -> Path | None:
     """The nearest pyproject.toml with a `[tool.ghoststep]` table, from `start` upwards."""
     for folder in (start, *start.parents):
         candidate = folder / "pyproject.toml"
-        if candidate.is_file() and "ghoststep" in _tool_table(candidate):
+        if candidate.is_file() and _mentions_us(candidate) and "ghoststep" in _tool_table(candidate):
             return candidate
     return None
+
+
+def _mentions_us(path: Path) -> bool:
+    """False for somebody else's pyproject.toml, which need not even be TOML (a template)."""
+    try:
+        return b"ghoststep" in path.read_bytes()
+    except OSError:
+        return False
 
 
 def load_config(path: Path) -> Config:
@@ -112,9 +127,12 @@ def _typed(check: Check, name: str, value: object) -> object:
     for option in check.options:
         if option.name == name.replace("-", "_"):
             try:
-                return msgspec.convert(value, option.type)
+                typed = msgspec.convert(value, option.type)
             except msgspec.ValidationError as error:
                 raise ConfigError(f"[tool.ghoststep.checks.{check.name}] {name}: {error}") from error
+            if isinstance(typed, float) and not math.isfinite(typed):
+                raise ConfigError(f"[tool.ghoststep.checks.{check.name}] {name}: {typed} is no limit; expected a finite number")
+            return typed
     known = ", ".join(o.name.replace("_", "-") for o in check.options) or "none"
     raise ConfigError(f"[tool.ghoststep.checks.{check.name}]: no option {name!r}; {check.code} knows: {known}")
 
@@ -132,6 +150,8 @@ def accept(
     for verdict in verdicts:
         kept: list[Finding] = []
         reasons: list[str] = []
+        for i, acceptance in enumerate(acceptances):  # what stands under its cause is in use, though the cause speaks for it
+            counts[i] += sum(acceptance.covers(s.code, "", s.where) for f in verdict.findings for s in f.symptoms)
         for finding in verdict.findings:
             covering = [i for i, a in enumerate(acceptances) if a.matches(verdict, finding)]
             for i in covering:
@@ -156,14 +176,22 @@ def take_out(verdict: Verdict, kept: Sequence[Finding], reasons: Sequence[str]) 
     return replace(verdict, findings=(), accepted=accepted, reason=why, severity=Severity.NOTE)
 
 
-def exit_code(verdicts: Sequence[Verdict], *, fail_on: Severity, strict: bool, allow_unknown: Sequence[str]) -> int:
-    """0, 1 or 2 as every verb uses them; ghoststep's verdicts about itself (GS9xx) answer nothing about the subject."""
+def exit_code(
+    verdicts: Sequence[Verdict], *, fail_on: Severity, strict: bool, allow_unknown: Sequence[str], unreadable: bool = False
+) -> int:
+    """0, 1 or 2 as every verb uses them; ghoststep's verdicts about itself (GS9xx) answer nothing about the subject.
+
+    2 when a check broke, when one of the subjects got no answer at all, or when weights are there that could not be read
+    (`unreadable`): that a tokenizer beside them is fine must not pass for a healthy checkpoint.
+    """
     about_subject = [v for v in verdicts if not v.code.startswith("GS9")]
     if any(v.outcome is Outcome.BROKEN or (v.code == "GS901" and v.findings) for v in verdicts):
         return 2
-    if not any(v.outcome in (Outcome.FOUND, Outcome.CLEAR) for v in about_subject):
+    subjects = {v.subject for v in about_subject} or {None}
+    answered = {v.subject for v in about_subject if v.outcome in (Outcome.FOUND, Outcome.CLEAR)}
+    if subjects - answered or unreadable:
         return 2
-    if any(v.outcome is Outcome.FOUND and v.severity.rank >= fail_on.rank for v in verdicts):
+    if any(v.findings and v.severity.rank >= fail_on.rank for v in verdicts):
         return 1
     allowed = {code.lower() for code in allow_unknown}
     unknown = [v for v in about_subject if v.outcome is Outcome.UNKNOWN and not {v.code.lower(), v.name} & allowed]

@@ -1,8 +1,8 @@
 """After the checks: attach what follows from a found cause to that cause. One cause, one error.
 
-The table is the `explains` of the checks themselves. A symptom's finding is attached when it stands at the same place: no key
-of `where` that both name differs. A verdict whose findings were all attached stays `found` but becomes a note that names its
-cause; one with findings left keeps those.
+The table is the `explains` of the checks themselves. A symptom's finding is attached when it stands at the cause's place and is
+not more severe than the cause: a note must not swallow a warning. A verdict whose findings were all attached stays `found` but
+becomes a note that names its cause; one with findings left keeps those.
 """
 
 from __future__ import annotations
@@ -13,12 +13,28 @@ from dataclasses import replace
 from ghoststep.finding import Finding, Outcome, Severity, Symptom, Verdict, Where
 from ghoststep.registry import Check
 
+_COARSE = ("tensor", "module", "parameter")
+_SAYS_NOTHING = ("file", "token")  # a config and its weights are two files of one flaw; a token's string repeats its id
+
 
 def same_place(cause: Where, symptom: Where) -> bool:
-    """True if the two places do not contradict each other."""
+    """True if the symptom stands where the cause is: at the same table row, position, step, ... if the cause names one.
+
+    A cause without such a place explains everything within its tensor, module and parameter, as far as both name them.
+    """
     theirs = dict(symptom.items())
-    # The file alone says little: a config and its weights are two files of one flaw.
-    return all(theirs.get(key, value) == value for key, value in cause.items() if key not in ("file", "token"))
+    for key, value in cause.items():
+        if key in _COARSE:
+            if theirs.get(key, value) != value:
+                return False
+        elif key not in _SAYS_NOTHING and theirs.get(key) != value:
+            return False
+    return True
+
+
+def _explains(cause: Finding, symptom: Finding, cause_severity: Severity, symptom_severity: Severity) -> bool:
+    harm = (cause.severity or cause_severity).rank - (symptom.severity or symptom_severity).rank
+    return harm >= 0 and same_place(cause.where, symptom.where)
 
 
 def diagnose(verdicts: Sequence[Verdict], checks: Sequence[Check]) -> tuple[Verdict, ...]:
@@ -44,8 +60,8 @@ def _attach(cause: Verdict, symptom: Verdict) -> tuple[Verdict, Verdict]:
     left: list[Finding] = []
     for finding in symptom.findings:
         for i, candidate in enumerate(causes):
-            if same_place(candidate.where, finding.where):
-                seen = Symptom(code=symptom.code, message=finding.message)
+            if _explains(candidate, finding, cause.severity, symptom.severity):
+                seen = Symptom(code=symptom.code, message=finding.message, where=finding.where, severity=finding.severity)
                 causes[i] = replace(candidate, symptoms=(*candidate.symptoms, seen, *finding.symptoms))
                 break
         else:

@@ -39,8 +39,10 @@ class Case:
     def __init__(
         self, given: Iterable[object], instruments: Sequence[Instrument] = (), *, timeout_seconds: float | None = None
     ) -> None:
-        self._facts: dict[type, object] = {type(g): g for g in given}
-        self._subjects = {kind for kind in self._facts if not issubclass(kind, Evidence)}
+        self._facts: dict[type, object] = {}
+        for one in given:
+            for kind in type(one).__mro__[:-1]:  # a subclass of a subject is that subject too
+                self._facts.setdefault(kind, one)
         self._providers: dict[type, list[Instrument]] = {}
         for instrument in instruments:
             self._providers.setdefault(instrument.provides, []).append(instrument)
@@ -83,7 +85,7 @@ class Case:
             with self._alarm():
                 result = instrument.function(*arguments)
         except _OutOfTimeError:
-            return Missing(reason=f"out of time: --timeout {self._timeout_seconds:g} s passed during {instrument.name}")
+            return Missing(reason=f"out of time (--timeout) during {instrument.name}")
         except DoesNotApply as error:
             return Missing(reason=str(error), outcome=Outcome.NOT_APPLICABLE)
         except CannotLook as error:
@@ -92,7 +94,7 @@ class Case:
             raise
         except BaseException as error:  # pyo3 panics of a library derive from BaseException, not Exception
             return Missing(reason=f"instrument {instrument.name} raised {describe(error)}", outcome=Outcome.BROKEN)
-        if type(result) is not instrument.provides:
+        if not isinstance(result, instrument.provides):
             got = type(result).__name__
             return Missing(
                 reason=f"instrument {instrument.name} returned {got}, not {instrument.provides.__name__}",
@@ -122,16 +124,25 @@ class Case:
             yield
             return
 
-        def ring(*_: object) -> None:
-            raise _OutOfTimeError
+        is_armed = True
 
+        def ring(*_: object) -> None:
+            if is_armed:
+                raise _OutOfTimeError
+
+        start = time.monotonic()
         previous = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, remaining)
+        # It rings again and again: one that falls into a __del__ or a callback is swallowed there.
+        outer_remaining, outer_interval = signal.setitimer(signal.ITIMER_REAL, remaining, 0.25)
         try:
             yield
         finally:
+            is_armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
+            signal.signal(signal.SIGALRM, previous if previous is not None else signal.SIG_DFL)
+            if outer_remaining:  # somebody else's alarm: give it back what is left of its time
+                left = max(1e-3, outer_remaining - (time.monotonic() - start))
+                signal.setitimer(signal.ITIMER_REAL, left, outer_interval)
 
 
 def _nothing_provides(kind: type) -> Missing:

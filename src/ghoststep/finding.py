@@ -74,6 +74,8 @@ class Where:
 
     `token` is the token's raw string from an untrusted tokenizer: every output escapes it for itself.
     `table_row` counts rows of an embedding table, `example` examples of a batch, `position` tokens of an example, all from 0.
+    `other_example` and `other_position` name the other end of a relation (who is seen). `key` is a key of a config, `group` the
+    number of an optimizer's parameter group.
     """
 
     file: str | None = None
@@ -89,6 +91,10 @@ class Where:
     micro_batch: int | None = None
     step: int | None = None
     rank: int | None = None
+    other_example: int | None = None
+    other_position: int | None = None
+    key: str | None = None
+    group: int | None = None
 
     def items(self) -> list[tuple[str, int | str]]:
         """The keys that are set, in declaration order."""
@@ -115,10 +121,12 @@ class Power:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """What another check saw and a found cause explains."""
+    """What another check saw and a found cause explains: its message, severity and place as it stood there."""
 
     code: str
     message: str
+    where: Where = field(default_factory=Where)
+    severity: Severity | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,12 +248,17 @@ class Report:
         raise KeyError(f"no verdict {code_or_name!r}; this report has {[v.code for v in self.verdicts]}")
 
     def raise_for(self, severity: Severity | str = Severity.ERROR) -> Report:
-        """Raise `FindingsError` if a finding is at or above `severity`, or if a check broke; else return the report."""
+        """Raise `FindingsError` if a finding is at or above `severity`, a check broke, or nothing could be answered.
+
+        Returns the report otherwise. What was accepted or stands in a baseline does not count.
+        """
         limit = Severity(severity)
-        bad = [v for v in self.verdicts if v.outcome is Outcome.BROKEN]
-        bad += [v for v in self.verdicts if v.outcome is Outcome.FOUND and v.severity.rank >= limit.rank]
-        if bad:
-            lines = [f"{v.code} {v.name}: {v.findings[0].message if v.findings else v.reason}" for v in bad]
+        bad = [v for v in self.verdicts if v.outcome is Outcome.BROKEN or (v.findings and v.severity.rank >= limit.rank)]
+        lines = [f"{v.code} {v.name}: {v.findings[0].message if v.findings else v.reason}" for v in bad]
+        if not bad and self.exit_code == 2:
+            unknown = [v for v in self.verdicts if v.outcome is Outcome.UNKNOWN]
+            lines = ["could not look:", *(f"{v.code} {v.name}: {v.reason}" for v in unknown)]
+        if lines:
             raise FindingsError("\n".join(lines), self)
         return self
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from ghoststep.errors import GhoststepError, UsageError
-from ghoststep.evidence.base import Missing
+from ghoststep.evidence.base import Evidence, Missing
 from ghoststep.finding import Basis, Finding, Power, Severity
 
 ENTRY_POINT_GROUP = "ghoststep.checks"
@@ -115,12 +115,14 @@ class _Injected:
 
     def _need(self, parameter: str) -> Need:
         hint = self._hints.get(parameter)
-        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        members = typing.get_args(hint) if is_union else (hint,)
         kinds = [m for m in members if m is not Missing]
-        if len(kinds) != 1 or not isinstance(kinds[0], type):
+        if len(kinds) != 1 or not _is_fact(kinds[0]):
+            got = "has no annotation" if hint is None else f"is annotated {getattr(hint, '__name__', hint)}"
             raise TypeError(
-                f"{self.module}.{self.function.__name__}: parameter {parameter!r} is annotated {hint!r}; expected one "
-                "evidence or subject class, or `Class | Missing`"
+                f"{self.module}.{self.function.__name__}: parameter {parameter!r} {got}; expected one evidence or subject class, "
+                "or `Class | Missing`. Options stand after `*`."
             )
         return Need(parameter=parameter, kind=kinds[0], optional=Missing in members)
 
@@ -136,6 +138,11 @@ class _Injected:
         return tuple(found)
 
 
+def _is_fact(kind: object) -> bool:
+    """True for an evidence class, and for a subject class, which names its `kind`."""
+    return isinstance(kind, type) and (issubclass(kind, Evidence) or isinstance(getattr(kind, "kind", None), str))
+
+
 class Check(_Injected):
     """A registered check: see `check`."""
 
@@ -145,6 +152,8 @@ class Check(_Injected):
         super().__init__(function)
         if not CODE_PATTERN.fullmatch(code):
             raise TypeError(f"{self.module}: code {code!r} is not letters and three digits (such as ACME101)")
+        if not self.doc:
+            raise TypeError(f"{self.module}.{function.__name__} has no docstring: its first line names the flaw")
         self.code, self.severity, self.basis, self.explains = code, severity, basis, explains
 
     def __call__(self, *args: Any, **kwargs: Any) -> Answer:
@@ -218,28 +227,28 @@ class Registry:
         for c in self.checks:
             if wanted.upper() == c.code or wanted.lower().replace("_", "-") == c.name:
                 return c
-        raise UsageError(_no_such_check(wanted, self.checks))
+        raise UsageError(self._no_such_check(wanted))
 
     def select(self, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Check, ...]:
         """Checks whose code starts with, or whose name is, one of `select` (all when empty), less those of `ignore`."""
         for pattern in (*select, *ignore):
             if not any(_matches(c, pattern) for c in self.checks):
-                raise UsageError(_no_such_check(pattern, self.checks))
+                raise UsageError(self._no_such_check(pattern))
         chosen = [c for c in self.checks if not select or any(_matches(c, p) for p in select)]
         return tuple(c for c in chosen if not any(_matches(c, p) for p in ignore))
+
+    def _no_such_check(self, wanted: str) -> str:
+        import difflib  # lazy: only on the error path
+
+        known = [c.code for c in self.checks] + [c.name for c in self.checks]
+        near = [m for spelling in (wanted.lower(), wanted.upper()) for m in difflib.get_close_matches(spelling, known, n=3)]
+        hint = f"did you mean {', '.join(near[:3])}?" if near else "it is neither a code, a prefix of codes nor a name."
+        broken = "".join(f" Plugin {p.name} failed to load: {p.reason}." for p in self.broken_plugins)
+        return f"no check {wanted!r}: {hint} `ghoststep checks` lists them.{broken}"
 
 
 def _matches(c: Check, pattern: str) -> bool:
     return c.code.startswith(pattern.upper()) or c.name == pattern.lower().replace("_", "-")
-
-
-def _no_such_check(wanted: str, checks: Sequence[Check]) -> str:
-    import difflib  # lazy: only on the error path
-
-    known = [c.code for c in checks] + [c.name for c in checks]
-    near = difflib.get_close_matches(wanted.lower(), known, n=3) or difflib.get_close_matches(wanted.upper(), known, n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else "it is neither a code, a prefix of codes nor a name."
-    return f"no check {wanted!r}: {hint} `ghoststep checks` lists them."
 
 
 def walk(package_name: str) -> Iterator[types.ModuleType]:
@@ -258,25 +267,31 @@ def members(modules: Iterable[types.ModuleType], kind: type[Any]) -> list[Any]:
 def load(*, with_instruments: bool = True, plugins: bool = True) -> Registry:
     """Find all checks (and, unless only texts are wanted, instruments).
 
-    A plugin that fails to import is recorded, never raised: `broken-check` (GS901) reports it. Two checks with one code
-    or name raise `GhoststepError`, since acceptances and baselines would become ambiguous.
+    A plugin that fails to import, or whose check has an unusable signature or a code or name that is taken, is recorded, never
+    raised: `broken-check` (GS901) reports it. Two built-in checks with one code or name raise `GhoststepError`.
     """
     checks = members(walk("ghoststep.checks"), Check)
+    _refuse_duplicates(checks)
     instruments = members(walk("ghoststep.instruments"), Instrument) if with_instruments else []
     broken, versions = [], {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if plugins else ():
         try:
             modules = list(walk(entry.value))
-            found = members(modules, Check)
+            found = [c for c in members(modules, Check) if c not in checks]  # two entry points may lead into one package
+            measuring = [i for i in members(modules, Instrument) if i not in instruments]
             for c in found:
                 _ = c.needs, c.options  # a bad signature is the plugin's fault: show it now, by name
+            for i in measuring:
+                _ = i.needs, i.provides
+            _refuse_duplicates([*checks, *found])
             checks += found
-            instruments += members(modules, Instrument)
+            instruments += measuring if with_instruments else []
             if entry.dist is not None:
                 versions[entry.dist.name] = entry.dist.version
-        except Exception as error:  # a stranger's module may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a stranger's module may raise anything, SystemExit too
             broken.append(BrokenPlugin(name=entry.name, reason=f"{entry.value}: {type(error).__name__}: {error}"))
-    _refuse_duplicates(checks)
     checks.sort(key=lambda c: (not c.code.startswith("GS"), c.code))
     return Registry(checks=tuple(checks), instruments=tuple(instruments), broken_plugins=tuple(broken), versions=versions)
 

@@ -10,22 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.checkpoint import Declared
-from ghoststep.evidence.intent import Intent, TrainingKind
+from ghoststep.evidence.checkpoint import Declared, StoredTensors
+from ghoststep.evidence.plan import TrainingKind, TrainingPlan
 from ghoststep.evidence.rows import InputRows, OutputRows
 from ghoststep.evidence.tokenizer import SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import MixingClass
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
-from ghoststep.registry import Answer, Found, NotApplicable, Unknown, answer
+from ghoststep.registry import Answer, NotApplicable, Unknown, answer
 from ghoststep.severity import (
     HEALTHY_OUTPUT_FRACTION,
     Exposure,
     TokenExposure,
     amplification,
+    amplifies,
     consequence,
     exposures,
     padding_ids,
     row_severity,
+    trains_tables,
 )
 from ghoststep.text import printable
 
@@ -46,8 +48,10 @@ class RowCase:
     outputs: OutputRows | Missing
     mixing: MixingClass | Missing
     exposures: Mapping[int, TokenExposure] | Missing
+    asked: frozenset[int]
     padding: frozenset[int]
-    intent: Intent
+    plan: TrainingPlan
+    trains_tables: bool
 
 
 def row_case(
@@ -58,19 +62,34 @@ def row_case(
     template: TemplateTokens | Missing,
     vocabulary: Vocabulary | Missing,
     declared: Declared | Missing,
-    intent: Intent,
+    stored: StoredTensors | Missing,
+    plan: TrainingPlan,
 ) -> RowCase:
     """Bring the facts together; see `severity.exposures`."""
-    padding = padding_ids(vocabulary, declared)
-    exposed = reach if isinstance(reach, Missing) else exposures(reach, template, vocabulary, padding)
-    return RowCase(inputs=inputs, outputs=outputs, mixing=mixing, exposures=exposed, padding=padding, intent=intent)
+    return RowCase(
+        inputs=inputs,
+        outputs=outputs,
+        mixing=mixing,
+        exposures=exposures(reach, template, vocabulary, declared) if isinstance(reach, SuspectReach) else reach,
+        asked=frozenset(reach.reach) if isinstance(reach, SuspectReach) else frozenset(),
+        padding=padding_ids(vocabulary, declared),
+        plan=plan,
+        trains_tables=trains_tables(plan, stored),
+    )
+
+
+_UNDECIDED = {
+    Exposure.UNDETERMINED: "belong to parts of multi-byte characters: text in other scripts may produce them, so count them in a "
+    "sample of the corpus",
+    Exposure.UNRENDERED: "belong to special tokens that the chat template may emit, which could not be rendered",
+}
 
 
 def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_for: str, power: Power) -> Answer:
     """Judge these suspicious table rows: found, undecided, or clear with the given power."""
-    if not case.intent.training.trains_tables:
+    if not case.trains_tables:
         return NotApplicable(
-            reason=f"--training {case.intent.training.value}: the table is frozen, so its rows get no gradient "
+            reason=f"--training {case.plan.training.value}: the table is frozen, so its rows get no gradient "
             "(dead-template-rows judges what a frozen row does)"
         )
     if isinstance(case.exposures, Missing):
@@ -83,16 +102,19 @@ def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_f
             f"{case.exposures.reason}"
         )
     findings: list[Finding] = []
-    undetermined: list[int] = []
     reserved: list[TokenExposure] = []
+    undecided: dict[str, list[int]] = {}
     harmless = 0
     for table_row in table_rows:
         exposure = case.exposures.get(table_row)
+        if table_row not in case.asked:
+            undecided.setdefault("were not looked up in the tokenizer", []).append(table_row)
+            continue
         if exposure is None:
             continue  # no token: alignment padding
-        severity = row_severity(exposure, case.mixing, case.intent.training, zero=zero)
-        if exposure.exposure is Exposure.UNDETERMINED:
-            undetermined.append(table_row)
+        severity = row_severity(exposure, case.mixing, case.plan.training, zero=zero)
+        if exposure.exposure in _UNDECIDED:
+            undecided.setdefault(_UNDECIDED[exposure.exposure], []).append(table_row)
         elif exposure.exposure is Exposure.RESERVED:
             reserved.append(exposure)
         elif severity is None:
@@ -103,19 +125,11 @@ def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_f
     findings = _bounded(case, findings)
     if reserved:
         findings.append(_reserved_finding(case, reserved, looked_for))
-    undecided = None
-    if undetermined:
-        undecided = (
-            f"{len(undetermined)} further table rows are {looked_for} and belong to parts of multi-byte characters "
-            f"({_rows_text(undetermined)}): text in other scripts may produce them; count them in a sample of the corpus"
-        )
+    still_open = [f"{len(rows)} table rows are {looked_for} and {why} ({_rows_text(rows)})" for why, rows in undecided.items()]
+    if findings and isinstance(case.mixing, Missing):
+        still_open.append(f"wiring unknown: {case.mixing.reason}")
     reason = f"{harmless} table rows are {looked_for}, and nothing produces their tokens" if harmless else None
-    result = answer(findings, power=power, reason=reason, undecided=undecided)
-    if isinstance(result, Found) and isinstance(case.mixing, Missing):
-        return Found(
-            findings=result.findings, reason="; ".join(filter(None, (f"wiring unknown: {case.mixing.reason}", undecided)))
-        )
-    return result
+    return answer(findings, power=power, reason=reason, undecided="; ".join(still_open) or None)
 
 
 def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, *, zero: bool) -> Finding:
@@ -125,12 +139,12 @@ def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, *, zero
     what = "is exactly zero" if zero else f"has norm {norm:.3g} (median {rows.median_norm:.3g})"
     parts = [f"the input row of token {token} {what}, and {exposure.exposure.value}."]
     parts.append(f"{_capital(amplification(case.mixing, exposure))}.")
-    if severity is not Severity.NOTE:
+    if amplifies(case.mixing, exposure):
         happens = consequence(norm * case.inputs.multiplier)
         parts.append(f"One occurrence in a batch can be enough: {happens}.")
         if zero:
             parts.append("A row of exact zeros can also turn gradients into NaN in deep models.")
-    if case.intent.training is TrainingKind.RL and exposure.exposure is Exposure.TEMPLATE:
+    if case.plan.training is TrainingKind.RL and exposure.exposure is Exposure.TEMPLATE:
         parts.append("Under RL every prompt feeds it.")
     parts.append(_serving(case, exposure.table_row))
     if zero and rows.storage_note:

@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.checkpoint import Declared
-from ghoststep.evidence.intent import TrainingKind
+from ghoststep.evidence.checkpoint import Declared, StoredTensors
+from ghoststep.evidence.plan import TrainingKind, TrainingPlan
 from ghoststep.evidence.tokenizer import Reach, SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import Mixing, MixingClass
-from ghoststep.finding import Severity
+from ghoststep.finding import Outcome, Severity
 
 SPIKE_NORM = 1e-6
 """Effective L2 norm under which one occurrence takes the step. With c ≈ 10 (Mamba-2: 8.5 to 11.5, measured) and N = 16384 loss
@@ -36,6 +36,7 @@ r < 2e-20 for N = 30 and smaller for larger batches; measured 1.9e-20 (N = 30), 
 HEALTHY_OUTPUT_FRACTION = 0.1
 """An output row of at least this share of the median output norm still scores its token: serving is unaffected."""
 
+NOT_DECLARED = Missing(reason="no config")
 _FED_ROLES = ("bos", "eos", "cls", "sep")  # pad is masked, mask and unk are not produced by training text
 
 
@@ -47,6 +48,7 @@ class Exposure(enum.Enum):
     TEXT = "ordinary text encodes to it"
     RESERVED = "only its literal string produces it"
     UNDETERMINED = "it is part of a multi-byte character: undetermined alone"
+    UNRENDERED = "only its literal string produces it, or the chat template, which could not be rendered"
     NONE = "nothing produces it"
 
 
@@ -64,46 +66,62 @@ def exposures(
     reach: SuspectReach,
     template: TemplateTokens | Missing,
     vocabulary: Vocabulary | Missing,
-    padding: frozenset[int] = frozenset(),
+    declared: Declared | Missing = NOT_DECLARED,
 ) -> Mapping[int, TokenExposure]:
     """The exposure of every suspect table row that has a token; rows without one (alignment padding) are left out.
 
-    `padding` holds the ids that only pad: `padding_idx` keeps their rows at zero on purpose, and padding is masked.
+    Roles come from tokenizer and config together. A chat template that is there and could not be rendered leaves reserved
+    tokens undetermined: it may emit them.
     """
     emitted = frozenset(template.ids) if isinstance(template, TemplateTokens) else frozenset()
-    first = set(template.first_ids) if isinstance(template, TemplateTokens) else set()
-    roles: dict[int, str] = {}
-    if isinstance(vocabulary, Vocabulary):
-        roles = {i: role for role, i in vocabulary.special_ids.items() if role in _FED_ROLES}
-        first.update(vocabulary.prefix_ids, (i for i, role in roles.items() if role in ("bos", "cls")))
-    first |= reach.starts_document
+    unrendered = isinstance(template, Missing) and template.outcome is not Outcome.NOT_APPLICABLE
+    starts, fed = _role_ids(vocabulary, declared)
+    first = starts | reach.starts_document
+    if isinstance(template, TemplateTokens):
+        first |= frozenset(template.first_ids)
+    padding = padding_ids(vocabulary, declared)
     result = {}
     for table_row, kind in reach.reach.items():
         if kind is Reach.NO_TOKEN:
             continue
-        exposure = _exposure(kind, table_row in emitted, table_row in roles)
+        exposure = _exposure(kind, table_row in emitted, table_row in fed)
         if exposure is Exposure.RESERVED and table_row in padding:
-            exposure = Exposure.NONE
+            exposure = Exposure.NONE  # padding_idx keeps this row at zero on purpose, and padding is masked
+        elif exposure is Exposure.RESERVED and unrendered:
+            exposure = Exposure.UNRENDERED
+        is_fed = exposure in (Exposure.TEMPLATE, Exposure.ROLE, Exposure.TEXT)
         result[table_row] = TokenExposure(
             table_row=table_row,
             token=reach.tokens.get(table_row, ""),
             exposure=exposure,
-            can_be_first=table_row in first and exposure not in (Exposure.NONE, Exposure.RESERVED),
+            can_be_first=table_row in first and is_fed,
         )
     return result
+
+
+def _role_ids(vocabulary: Vocabulary | Missing, declared: Declared | Missing) -> tuple[frozenset[int], frozenset[int]]:
+    """Ids that start what the model sees (BOS, CLS, the decoder's start), and all that stand between texts (EOS, SEP too)."""
+    starts: set[int] = set()
+    fed: set[int] = set()
+    if isinstance(vocabulary, Vocabulary):
+        starts.update(vocabulary.prefix_ids)
+        starts.update(i for role, i in vocabulary.special_ids.items() if role in ("bos", "cls"))
+        fed.update(i for role, i in vocabulary.special_ids.items() if role in _FED_ROLES)
+    if isinstance(declared, Declared):
+        starts.update(declared.bos_token_ids, declared.generation.get("bos", ()), declared.generation.get("decoder_start", ()))
+        fed.update(declared.eos_token_ids, declared.generation.get("eos", ()))
+    return frozenset(starts), frozenset(starts | fed)
 
 
 def padding_ids(vocabulary: Vocabulary | Missing, declared: Declared | Missing) -> frozenset[int]:
     """Ids that config or tokenizer names as padding and nothing else: not as a start or stop token too."""
     pads: set[int] = set()
-    others: set[int] = set()
     if isinstance(vocabulary, Vocabulary):
         pads |= {i for role, i in vocabulary.special_ids.items() if role == "pad"}
-        others |= {i for role, i in vocabulary.special_ids.items() if role in _FED_ROLES}
     if isinstance(declared, Declared):
         pads.update(declared.pad_token_ids)
-        others.update(declared.bos_token_ids, declared.eos_token_ids)
-    return frozenset(pads - others)
+    _, fed = _role_ids(vocabulary, declared)
+    return frozenset(pads - fed)
 
 
 def _exposure(kind: Reach, emitted: bool, has_role: bool) -> Exposure:
@@ -121,8 +139,8 @@ def _exposure(kind: Reach, emitted: bool, has_role: bool) -> Exposure:
 def row_severity(
     exposure: TokenExposure, mixing: MixingClass | Missing, training: TrainingKind, *, zero: bool
 ) -> Severity | None:
-    """The cell of the table, or None where there is no danger (frozen table, nothing feeds the token, undetermined)."""
-    if not training.trains_tables or exposure.exposure in (Exposure.NONE, Exposure.UNDETERMINED):
+    """The cell of the table for a trained table, or None where there is no danger (nothing feeds the token, undetermined)."""
+    if exposure.exposure in (Exposure.NONE, Exposure.UNDETERMINED, Exposure.UNRENDERED):
         return None
     if exposure.exposure is Exposure.RESERVED:
         return Severity.NOTE
@@ -133,16 +151,34 @@ def row_severity(
     elif mixing.lifted_by_positions:
         return Severity.NOTE
     else:
-        first_is_alone = mixing.causal is not False  # in an encoder the first position sees all others
-        severity = Severity.ERROR if exposure.can_be_first and first_is_alone else Severity.NOTE
+        severity = Severity.ERROR if exposure.can_be_first and first_is_alone(mixing) else Severity.NOTE
         severity = severity.worse() if zero else severity
     if training is TrainingKind.RL and exposure.exposure is Exposure.TEXT:
         severity = severity.milder()
     return severity
 
 
+def trains_tables(plan: TrainingPlan, stored: StoredTensors | Missing) -> bool:
+    """True if the table looked at receives gradients: by the declared plan, or because an adapter stores it (it was trained)."""
+    is_adapter = isinstance(stored, StoredTensors) and stored.base_model is not None
+    return plan.training.trains_tables or is_adapter
+
+
+def first_is_alone(mixing: MixingClass) -> bool:
+    """True if the first visible position attends to nothing but itself: in a decoder. In an encoder it sees all others, in the
+    decoder of an encoder-decoder the encoder's output."""
+    return mixing.causal is not False and not mixing.is_encoder_decoder
+
+
+def amplifies(mixing: MixingClass | Missing, exposure: TokenExposure) -> bool:
+    """True if a near-zero row of this token can have a huge gradient in this wiring, or if the wiring is unknown."""
+    if isinstance(mixing, Missing) or mixing.mixing is Mixing.RECURRENT_GATED:
+        return True
+    return not mixing.lifted_by_positions and exposure.can_be_first and first_is_alone(mixing)
+
+
 def amplification(mixing: MixingClass | Missing, exposure: TokenExposure) -> str:
-    """Why this wiring amplifies the row's gradient, in half a sentence."""
+    """Why this wiring amplifies the row's gradient, or does not, in half a sentence."""
     if isinstance(mixing, Missing):
         return f"how this model mixes positions is unknown ({mixing.reason}), so it may amplify"
     if mixing.mixing is Mixing.RECURRENT_GATED:
@@ -151,7 +187,7 @@ def amplification(mixing: MixingClass | Missing, exposure: TokenExposure) -> str
         )
     if mixing.lifted_by_positions:
         return "learned positions are added to the row and lift it, so its gradient stays ordinary"
-    if exposure.can_be_first:
+    if amplifies(mixing, exposure):
         return (
             "attention reaches a normal token everywhere but at the first visible position, and this token can stand there "
             "(start of a sequence or of a packed document, or after left padding): its gradient then grows like 1/norm"

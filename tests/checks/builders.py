@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ghoststep.evidence.checkpoint import Declared, StoredTensors, Table, Tables, TensorInfo
-from ghoststep.evidence.intent import Intent, TrainingKind
+from ghoststep.evidence.plan import TrainingKind, TrainingPlan
 from ghoststep.evidence.rows import InputRows, OutputRows, RowFacts
 from ghoststep.evidence.tokenizer import Reach, SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import Mixing, MixingClass, Tie, TieState
@@ -88,8 +88,8 @@ def vocabulary(num_tokens: int = 60, **more: object) -> Vocabulary:
     return Vocabulary(**values)  # type: ignore[arg-type]
 
 
-def intent(kind: TrainingKind = TrainingKind.FULL) -> Intent:
-    return Intent(training=kind, training_declared=True)
+def plan(kind: TrainingKind = TrainingKind.FULL) -> TrainingPlan:
+    return TrainingPlan(training=kind, training_declared=True)
 
 
 def declared(**more: object) -> Declared:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from ghoststep.checks.rows.near_zero_input_rows import near_zero_input_rows
 from ghoststep.checks.rows.zero_input_rows import zero_input_rows
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.intent import TrainingKind
+from ghoststep.evidence.plan import TrainingKind
 from ghoststep.evidence.tokenizer import Reach
 from ghoststep.evidence.wiring import Mixing
-from ghoststep.finding import Severity
+from ghoststep.finding import Outcome, Severity
 from ghoststep.registry import Answer, Clear, Found, NotApplicable, Unknown
 from tests.checks import builders as b
 
@@ -61,7 +61,8 @@ def judge(
         b.template([ROW] if how.emitted else [], [ROW] if how.first else []),
         b.vocabulary(special_ids={how.role: ROW} if how.role else {}),
         Missing(reason="-"),
-        b.intent(training),
+        Missing(reason="-"),
+        b.plan(training),
     )
     return zero_input_rows(*arguments) if zero else near_zero_input_rows(*arguments)
 
@@ -124,14 +125,85 @@ def test_rows_that_nothing_feeds_are_silent(kind: Reach, zero: bool) -> None:
         Missing(reason="no template"),
         b.vocabulary(),
         Missing(reason="-"),
-        b.intent(),
+        Missing(reason="-"),
+        b.plan(),
     )
     assert isinstance((zero_input_rows if zero else near_zero_input_rows)(*arguments), Clear)
 
 
+def test_rows_that_the_tokenizer_was_not_asked_about_are_undecided_not_alignment_rows() -> None:
+    arguments = (b.inputs({ROW: 1e-12, 20: 1e-12}), Missing(reason="-"), b.mixing(), b.reach({20: Reach.NO_TOKEN}))
+    missing = Missing(reason="-")
+    said = near_zero_input_rows(*arguments, missing, b.vocabulary(), missing, missing, b.plan())
+    assert isinstance(said, Unknown)
+    assert "not looked up" in said.reason
+    assert "17" in said.reason
+    assert "20" not in said.reason
+
+
+def test_a_template_that_could_not_be_rendered_may_emit_a_reserved_token() -> None:
+    missing = Missing(reason="-")
+
+    def said(template: Missing) -> Answer:
+        reserved = b.reach({ROW: Reach.SPECIAL})
+        return near_zero_input_rows(
+            b.inputs({ROW: 1e-12}), missing, b.mixing(), reserved, template, b.vocabulary(), missing, missing, b.plan()
+        )
+
+    assert isinstance(said(Missing(reason="it raises")), Unknown)
+    assert severity(said(Missing(reason="a base model", outcome=Outcome.NOT_APPLICABLE))) is N
+
+
+def test_the_configs_start_token_counts_though_the_tokenizer_names_none() -> None:
+    missing = Missing(reason="no template", outcome=Outcome.NOT_APPLICABLE)
+    reserved = b.reach({ROW: Reach.SPECIAL})
+    declared = b.declared(bos_token_ids=(ROW,))
+    said = zero_input_rows(
+        b.inputs({ROW: 0.0}),
+        missing,
+        b.mixing(Mixing.ATTENTION),
+        reserved,
+        missing,
+        b.vocabulary(),
+        declared,
+        missing,
+        b.plan(),
+    )
+    assert severity(said) is E
+
+
+def test_an_adapter_that_stores_the_table_trains_it() -> None:
+    missing = Missing(reason="-", outcome=Outcome.NOT_APPLICABLE)
+    adapter = replace(b.stored(), base_model="org/base")
+    fed = b.reach({ROW: Reach.REACHABLE})
+    lora = b.plan(TrainingKind.LORA)
+    inputs = b.inputs({ROW: 1e-12})
+    assert isinstance(
+        near_zero_input_rows(inputs, missing, b.mixing(), fed, missing, missing, missing, missing, lora), NotApplicable
+    )
+    assert severity(near_zero_input_rows(inputs, missing, b.mixing(), fed, missing, missing, missing, adapter, lora)) is E
+
+
+def test_a_note_claims_no_consequence() -> None:
+    said = judge("text", mix=b.mixing(Mixing.ATTENTION))
+    assert isinstance(said, Found)
+    assert "stays ordinary" in said.findings[0].message
+    assert "can be enough" not in said.findings[0].message
+    encoder = judge("bos", mix=b.mixing(Mixing.ATTENTION, causal=False))
+    assert isinstance(encoder, Found)
+    assert "first visible position" not in encoder.findings[0].message
+
+
+def test_a_decoder_that_reads_an_encoder_is_never_alone() -> None:
+    both = replace(b.mixing(Mixing.ATTENTION, causal=None), is_encoder_decoder=True)
+    assert severity(judge("text, may start a packed document", mix=both)) is N
+
+
 def test_partial_utf8_is_undetermined_not_clear() -> None:
     arguments = (b.inputs({ROW: 1e-12}), Missing(reason="-"), b.mixing(), b.reach({ROW: Reach.PARTIAL_UTF8}))
-    said = near_zero_input_rows(*arguments, Missing(reason="-"), b.vocabulary(), Missing(reason="-"), b.intent())
+    said = near_zero_input_rows(
+        *arguments, Missing(reason="-"), b.vocabulary(), Missing(reason="-"), Missing(reason="-"), b.plan()
+    )
     assert isinstance(said, Unknown)
     assert "17" in said.reason
     assert "multi-byte" in said.reason
@@ -146,7 +218,8 @@ def test_partial_utf8_in_the_template_is_found() -> None:
         b.template([ROW]),
         b.vocabulary(),
         Missing(reason="-"),
-        b.intent(),
+        Missing(reason="-"),
+        b.plan(),
     )
     assert severity(said) is E
 
@@ -161,7 +234,8 @@ def test_a_zero_padding_row_is_healthy_unless_it_is_also_the_stop_token() -> Non
             Missing(reason="no template"),
             b.vocabulary(special_ids=roles),
             Missing(reason="-"),
-            b.intent(),
+            Missing(reason="-"),
+            b.plan(),
         )
 
     assert isinstance(said(pad=0), Clear)
@@ -177,7 +251,7 @@ def test_the_limit_is_taken_after_the_embedding_multiplier() -> None:
 
 def test_without_a_tokenizer_the_rows_are_unknown_and_a_healthy_table_is_clear() -> None:
     missing = Missing(reason="no tokenizer file")
-    rest = (b.mixing(), missing, missing, missing, missing, b.intent())
+    rest = (b.mixing(), missing, missing, missing, missing, Missing(reason="-"), b.plan())
     said = near_zero_input_rows(b.inputs({ROW: 1e-12}), b.outputs(), *rest)
     assert isinstance(said, Unknown)
     assert "no tokenizer file" in said.reason
@@ -188,7 +262,15 @@ def test_without_a_tokenizer_the_declared_padding_row_may_be_zero() -> None:
     def said(**ids: tuple[int, ...]) -> Answer:
         missing = Missing(reason="no tokenizer file")
         return zero_input_rows(
-            b.inputs({0: 0.0}), b.outputs(), b.mixing(), missing, missing, missing, b.declared(**ids), b.intent()
+            b.inputs({0: 0.0}),
+            b.outputs(),
+            b.mixing(),
+            missing,
+            missing,
+            missing,
+            b.declared(**ids),
+            Missing(reason="-"),
+            b.plan(),
         )
 
     assert isinstance(said(pad_token_ids=(0,)), Clear)
@@ -240,7 +322,8 @@ def test_long_lists_are_bounded_and_nothing_is_lost() -> None:
         Missing(reason="-"),
         b.vocabulary(),
         Missing(reason="-"),
-        b.intent(),
+        Missing(reason="-"),
+        b.plan(),
     )
     assert isinstance(said, Found)
     assert len(said.findings) == 101

@@ -62,3 +62,13 @@ def test_no_tokenizer_is_unknown_where_there_is_something_and_clear_where_there_
         assert isinstance(said, Unknown)
         assert "no tokenizer file" in said.reason
     assert isinstance(untrained_rows(b.inputs(), missing), Clear)
+
+
+def test_groups_of_near_zero_rows_belong_to_another_check() -> None:
+    assert isinstance(untrained_rows(b.inputs({3: 1e-12, 5: 1e-12}, groups=[(3, 5)]), b.reach(SPECIAL)), Clear)
+
+
+def test_too_few_dims_to_measure_a_distance_is_unknown() -> None:
+    said = untrained_rows(b.inputs(close=dict.fromkeys(range(64), float("nan"))), b.reach({}))
+    assert isinstance(said, Unknown)
+    assert "8 dims" in said.reason

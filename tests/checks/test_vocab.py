@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ghoststep.checks.rows.dead_template_rows import dead_template_rows
 from ghoststep.checks.vocab.broken_tie import broken_tie
 from ghoststep.checks.vocab.nonfinite_weights import nonfinite_weights
@@ -11,9 +13,10 @@ from ghoststep.checks.vocab.token_id_out_of_range import token_id_out_of_range
 from ghoststep.checks.vocab.unaligned_vocab import unaligned_vocab
 from ghoststep.checks.vocab.vocab_size_disagreement import vocab_size_disagreement
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.intent import TrainingKind
+from ghoststep.evidence.plan import TrainingKind
+from ghoststep.evidence.rows import InputRows
 from ghoststep.evidence.wiring import Tie
-from ghoststep.finding import Finding, Severity
+from ghoststep.finding import Finding, Outcome, Severity
 from ghoststep.registry import Answer, Clear, Found, NotApplicable, Unknown
 from tests.checks import builders as b
 
@@ -126,20 +129,31 @@ class TestBrokenTie:
 
 class TestNonfiniteWeights:
     def test_found_in_either_table(self) -> None:
-        assert only(nonfinite_weights(b.inputs(nonfinite=[4]), NOTHING, NOTHING)).where.table_row == 4
-        said = nonfinite_weights(b.inputs(), b.outputs(nonfinite=[9]), NOTHING)
+        assert only(nonfinite_weights(b.inputs(nonfinite=[4]), NOTHING, NOTHING, NOTHING)).where.table_row == 4
+        said = nonfinite_weights(b.inputs(), b.outputs(nonfinite=[9]), NOTHING, NOTHING)
         assert "output table row 9" in only(said).message
 
     def test_a_padded_row_is_milder_on_the_input_side_only(self) -> None:
         vocabulary = b.vocabulary(60)
-        assert only(nonfinite_weights(b.inputs(nonfinite=[62]), NOTHING, vocabulary)).severity is Severity.WARNING
-        assert only(nonfinite_weights(b.inputs(nonfinite=[59]), NOTHING, vocabulary)).severity is Severity.ERROR
-        assert only(nonfinite_weights(b.inputs(), b.outputs(nonfinite=[62]), vocabulary)).severity is Severity.ERROR
+        assert only(nonfinite_weights(b.inputs(nonfinite=[62]), NOTHING, NOTHING, vocabulary)).severity is Severity.WARNING
+        assert only(nonfinite_weights(b.inputs(nonfinite=[59]), NOTHING, NOTHING, vocabulary)).severity is Severity.ERROR
+        assert only(nonfinite_weights(b.inputs(), b.outputs(nonfinite=[62]), NOTHING, vocabulary)).severity is Severity.ERROR
 
     def test_finite_tables_are_clear_with_power(self) -> None:
-        said = nonfinite_weights(b.inputs(), b.outputs(), NOTHING)
+        said = nonfinite_weights(b.inputs(), b.outputs(), NOTHING, NOTHING)
         assert isinstance(said, Clear)
         assert said.power is not None
+
+    def test_a_head_that_could_not_be_read_is_not_clear_and_an_encoder_without_one_is(self) -> None:
+        assert isinstance(nonfinite_weights(b.inputs(), NOTHING, NOTHING, NOTHING), Unknown)
+        none = Missing(reason="an encoder", outcome=Outcome.NOT_APPLICABLE)
+        assert isinstance(nonfinite_weights(b.inputs(), none, NOTHING, NOTHING), Clear)
+
+    def test_further_tables_are_named_as_not_looked_at(self) -> None:
+        tables = replace(b.tables(), others=(b.table(name="per_layer.weight"),))
+        said = nonfinite_weights(b.inputs(), b.outputs(), tables, NOTHING)
+        assert isinstance(said, Clear)
+        assert said.reason == "not looked at: per_layer.weight"
 
 
 class TestShrunkTable:
@@ -155,6 +169,11 @@ class TestShrunkTable:
         assert isinstance(shrunk_table(b.tables(60), b.vocabulary(60)), Clear)
 
 
+def dead(inputs: InputRows, ids: list[int], kind: TrainingKind = TrainingKind.FULL, **more: object) -> Answer:
+    given: dict[str, object] = {"template": b.template(ids), "vocabulary": NOTHING, "stored": NOTHING, **more}
+    return dead_template_rows(inputs, given["template"], given["vocabulary"], given["stored"], b.plan(kind))
+
+
 class TestDeadTemplateRows:
     def test_zero_rows_are_errors_when_frozen_and_warnings_when_trained(self) -> None:
         for kind, severity in (
@@ -163,20 +182,34 @@ class TestDeadTemplateRows:
             (TrainingKind.FULL, Severity.WARNING),
             (TrainingKind.RL, Severity.WARNING),
         ):
-            finding = only(dead_template_rows(b.inputs({3: 0.0}), b.template([3, 4]), b.intent(kind)))
+            finding = only(dead(b.inputs({3: 0.0}), [3, 4], kind))
             assert finding.severity is severity
             assert finding.where.token_id == 3
 
     def test_identical_rows_cannot_be_told_apart(self) -> None:
         evidence = b.inputs(groups=[(3, 5)])
-        frozen = only(dead_template_rows(evidence, b.template([3]), b.intent(TrainingKind.LORA)))
+        frozen = only(dead(evidence, [3], TrainingKind.LORA))
         assert frozen.severity is Severity.ERROR
         assert "table row 5" in frozen.message
-        assert only(dead_template_rows(evidence, b.template([3]), b.intent())).severity is Severity.NOTE
+        assert only(dead(evidence, [3])).severity is Severity.NOTE
+        coarse = replace(evidence, rows=replace(evidence.rows, storage="q4_0", storage_note="fp16 block scales"))
+        assert "rounding" in only(dead(coarse, [3])).message
 
     def test_dead_rows_outside_the_template_are_silent(self) -> None:
         evidence = b.inputs({3: 0.0, 9: 1e-30}, groups=[(7, 8)])
-        assert isinstance(dead_template_rows(evidence, b.template([4, 5]), b.intent(TrainingKind.LORA)), Clear)
+        assert isinstance(dead(evidence, [4, 5], TrainingKind.LORA), Clear)
 
     def test_small_but_living_rows_are_silent(self) -> None:
-        assert isinstance(dead_template_rows(b.inputs({3: 1e-3}), b.template([3]), b.intent(TrainingKind.LORA)), Clear)
+        assert isinstance(dead(b.inputs({3: 1e-3}), [3], TrainingKind.LORA), Clear)
+
+    def test_a_start_token_in_front_of_every_text_counts_without_a_template(self) -> None:
+        none = Missing(reason="a base model", outcome=Outcome.NOT_APPLICABLE)
+        bos = b.vocabulary(prefix_ids=(2,))
+        assert only(dead(b.inputs({2: 0.0}), [], TrainingKind.LORA, template=none, vocabulary=bos)).where.token_id == 2
+        assert isinstance(dead(b.inputs(), [], TrainingKind.LORA, template=none, vocabulary=bos), Clear)
+        assert isinstance(dead(b.inputs({2: 0.0}), [], TrainingKind.LORA, template=none), NotApplicable)
+        assert isinstance(dead(b.inputs(), [], TrainingKind.LORA, template=NOTHING, vocabulary=bos), Unknown)
+
+    def test_an_adapter_that_stores_the_table_has_trained_it(self) -> None:
+        adapter = replace(b.stored(), base_model="org/base")
+        assert only(dead(b.inputs({3: 0.0}), [3], TrainingKind.LORA, stored=adapter)).severity is Severity.WARNING

@@ -241,3 +241,28 @@ def test_diagnosis_attaches_a_symptom_at_the_same_place_and_keeps_the_others() -
 
     untouched = diagnose([replace(cause, outcome=Outcome.CLEAR, findings=()), echo], [cause_check])
     assert untouched[1] == echo
+
+
+def test_a_note_never_swallows_a_warning_and_a_place_only_explains_itself() -> None:
+    template = ask(given(weigh), too_heavy)
+
+    def nothing() -> Answer:
+        """Nothing."""
+        return NotApplicable(reason="-")
+
+    shout = Check(nothing, code="TST203", severity=Severity.ERROR, basis=Basis.PROOF, explains=("echo",))
+    shout.name = "shout"
+
+    def attached(cause: Finding, symptom: Finding) -> bool:
+        one = replace(template, code="TST203", name="shout", findings=(cause,))
+        two = replace(template, code="TST204", name="echo", findings=(symptom,))
+        return bool(diagnose([one, two], [shout])[0].findings[0].symptoms)
+
+    note = Finding(message="cause", where=Where(table_row=1), severity=Severity.NOTE)
+    warning = Finding(message="symptom", where=Where(table_row=1), severity=Severity.WARNING)
+    assert not attached(note, warning)
+    assert attached(warning, note)
+    everywhere = Finding(message="cause", where=Where(tensor="w"), severity=Severity.ERROR)
+    assert attached(everywhere, replace(warning, where=Where(tensor="w", token_id=3)))
+    assert not attached(everywhere, replace(warning, where=Where(tensor="v")))
+    assert not attached(replace(everywhere, where=Where(tensor="w", table_row=1)), replace(warning, where=Where(tensor="w")))

@@ -184,9 +184,10 @@ def rows(**changes: Any) -> InputRows:
         "nonfinite_R": np.zeros(8, dtype=bool),
         "identical_groups": (),
         "common_distance_R": np.ones(8),
+        "median_norm": 1.0,
     }
     table = Table(tensor=info, role="input", num_rows=8, num_dims=4, reason="")
-    facts = RowFacts(table=table, median_norm=1.0, storage="f32", smallest_nonzero=1e-45, **{**values, **changes})
+    facts = RowFacts(table=table, storage="f32", smallest_nonzero=1e-45, **{**values, **changes})
     return InputRows(rows=facts)
 
 
@@ -203,6 +204,7 @@ class TestSuspects:
             ({}, []),
             ({"norms_R": at(3, 0.009)}, [3]),
             ({"norms_R": at(3, 0.011)}, []),
+            ({"norms_R": at(3, 1.0) * 1e-9, "median_norm": 1e-9}, list(range(8))),
             ({"norms_R": at(3, float("nan")), "nonfinite_R": np.arange(8) == 3}, [3]),
             ({"norms_R": at(0, 0.0), "zero_R": np.arange(8) == 0}, [0]),
             ({"identical_groups": ((1, 5, 7), (2, 4))}, [1, 2, 4, 5, 7]),
@@ -214,7 +216,7 @@ class TestSuspects:
     def test_which_rows(self, changes: dict[str, Any], expected: list[int]) -> None:
         given = rows(**changes)
         before = given.rows.zero_R.copy()
-        assert instruments.suspect_rows(given.rows) == expected
+        assert instruments.suspect_rows(given) == expected
         assert (given.rows.zero_R == before).all()
 
     def reach(self, ids: list[int], template: TemplateTokens | Missing = NO_TEMPLATE, **config: object) -> SuspectReach:

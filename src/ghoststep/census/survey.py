@@ -153,7 +153,7 @@ class _Feeding:
         return RowCounts(
             raw=len(kinds),
             reachable=sum(kind in FED for kind in kinds),
-            undetermined=kinds.count(Exposure.UNDETERMINED),
+            undetermined=kinds.count(Exposure.UNDETERMINED) + kinds.count(Exposure.UNRENDERED),
             reserved=kinds.count(Exposure.RESERVED),
             unreachable=kinds.count(Exposure.NONE),
             no_token=kinds.count("no token"),
@@ -181,7 +181,7 @@ def _feeding(case: Case, is_needed: bool) -> _Feeding:
     if isinstance(reach, Missing):
         return _Feeding(by_row={}, asked=frozenset(), padding=padding, gap=reach, template_gap=template_gap)
     return _Feeding(
-        by_row=exposures(reach, template, vocabulary, padding),
+        by_row=exposures(reach, template, vocabulary, declared),
         asked=frozenset(reach.reach),
         padding=padding,
         gap=Missing(reason="the tokenizer was not asked about every near-zero table row (the whole table is tiny)"),

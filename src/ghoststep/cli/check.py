@@ -55,7 +55,7 @@ def check(
         fail_on=api.parse_severity(fail_on or loaded.fail_on),
         strict=strict or loaded.strict,
         allow_unknown=split(allow_unknown) or loaded.allow_unknown,
-        baseline=baseline or (config_path.parent / loaded.baseline if config_path and loaded.baseline else None),
+        baseline=baseline or api.configured_baseline(loaded, config_path),
         config=loaded,
         config_file=config_path.name if config_path else "pyproject.toml",
         seed=seed,

@@ -16,14 +16,21 @@ if TYPE_CHECKING:
 class BatchFacts(Evidence):
     """The first batch as the input embedding saw it, with what its other entries declare.
 
-    ids_BT: int64 token ids. padding_BT: bool, True where a position is PAD by intent, or None when nothing says so;
-        `padding_source` names the source ("attention_mask", "pad_token_id 0", ...). Intent in this order: attention_mask == 0,
-        else the pad id outside supervised positions, else unknown.
+    ids_BT: int64 token ids (the decoder's of an encoder-decoder). Several calls of the model in one loss (chosen and rejected
+        answers) stand below one another, shorter ones filled up with -1, which counts as padding.
+    padding_BT: bool, True where a position is PAD by intent, or None when nothing says so; `padding_source` names the source
+        ("attention_mask", "pad_token_id 0", ...). Intent in this order: attention_mask == 0, else runs of the pad id at the
+        ends of an example outside supervised positions, else unknown.
     document_BT: int64 number of the announced document that a position belongs to (restarting position_ids, a segment or
         sequence id entry, cu_seqlens, a block-diagonal mask), or None when no boundary is announced.
     labels_BT: int64 labels as given in the batch (-100 and other negatives kept), or None.
+    roles_BT: int64 role of each position (0 prompt, 1 answer, 2 template) as the setup declares it, or None.
     sides: "right", "left", "both" or "none": where padding stands.
     has_attention_mask / has_position_ids: the batch passes them.
+    supervised_per_batch: labels that are not negative in each batch of the setup; empty when the batches carry no labels.
+    pad_id, bos_id, eos_ids: from the setup, its tokenizer, or the model's configs, in this order; None or empty if unknown.
+    special_ids: ids of the tokenizer's special and added tokens.
+    adds_bos: the tokenizer puts bos_id in front of a text by itself; None without a tokenizer or bos_id.
     """
 
     ids_BT: NDArray[np.int64]
@@ -36,3 +43,10 @@ class BatchFacts(Evidence):
     has_attention_mask: bool
     has_position_ids: bool
     num_batches: int = 1
+    roles_BT: NDArray[np.int64] | None = None
+    supervised_per_batch: tuple[int, ...] = ()
+    pad_id: int | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    special_ids: frozenset[int] = frozenset()
+    adds_bos: bool | None = None

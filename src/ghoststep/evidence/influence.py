@@ -1,10 +1,10 @@
-"""Facts about who sees whom. S source positions (whose token is changed), T target positions (whose output moves)."""
+"""Facts about who sees whom. B examples, T positions, S source positions (whose token is changed)."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ghoststep.evidence.base import Evidence
@@ -29,9 +29,10 @@ class Region(enum.Enum):
 class Reading:
     """The strongest influence found in one region, with its place.
 
-    `relative` is the change of the target's hidden state (at the head's input) over that of the own past; `absolute` in units of
-    the output. `source` and `target` are (example, position). `num_pairs` pairs were looked at.
-    `method` is "swap" or "gradient", `mode` "batched" or "serial".
+    `relative` is the change of the target's hidden state (at the head's input) over that of the own past, `absolute` that change
+    over the typical norm of a hidden state (swap), or the gradient's L2 norm (gradient). `source` and `target` are
+    (example, position). `num_pairs` pairs were looked at, `num_above` of them lie above the floor.
+    `method` is "swap" or "gradient". `mode` is "train" or "eval": the mode the model was in.
     """
 
     region: Region
@@ -46,27 +47,62 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CausalIntent:
+    """Whether a trained position is meant not to see later tokens. None: nothing says so. `source` says what decides."""
+
+    causal: bool | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Influence(Evidence):
-    """Influence on the first batch.
+    """Influence on the first batch, in the user's own call and mode.
 
     matrix_ST: float64 relative influence of source on target within one example (NaN: not looked at); `matrix_example` says
-        which. readings: strongest by region (absent: the region is empty here). floor: the benign noise of this model in this
-        dtype, relative: anything below it is nothing. past: smallest influence of the own past that was seen (power): a clear
-        needs past > floor. order_change: relative change when two earlier tokens are swapped with each other (order-blindness).
-    probes_perturbed: True when zero-initialised projections had to be perturbed for power (and were put back).
-    nothing_visible: (example, position) of real rows whose keys were all masked (NaN or uniform output), empty if none.
-    is_causal_by_measure: True if no position moved with a later one above the floor.
+        which. readings / gradient_readings: the strongest by region, by swapped tokens and by gradient (absent: the region is
+        empty here). A swap sees discrete routing, a gradient sees what rounding hides from a swap.
+    trained_future / trained_future_gradient: the strongest future on positions that carry loss (None: nothing looked at).
+    floor: relative swap influence below which a reading is rounding. past: the smallest influence of the own past that was
+        seen, over the typical norm of a hidden state (power): a clear needs past > floor. num_past: pairs behind it.
+    near_past: (visible, looked at): positions that see the token right before them, in the same document.
+    order_change: change when two earlier tokens change places, over that when one is replaced; None: not looked at.
+    has_attention: an attention operation, or a softmax over positions, ran. probes_perturbed: zero-initialised parameters were
+        perturbed for power (and put back). nothing_visible: (example, position) of real tokens whose keys were all masked, or
+        whose output alone is NaN. is_causal_by_measure: no real position moved with a later one above the floor.
+    coupled: "" (examples do not see each other), "continuous" (shared statistics, mixed dimensions) or "discrete" (routing).
+    separators: (example, position) of BOS/EOS tokens in the middle of an example where no boundary is announced.
+    serial: examples were probed one at a time. readout: where the influence was measured.
+    num_forward / num_backward: passes over the whole batch that this cost.
     """
 
     matrix_ST: NDArray[np.float64]
     matrix_example: int
     readings: Mapping[Region, Reading]
+    gradient_readings: Mapping[Region, Reading]
+    trained_future: Reading | None
+    trained_future_gradient: Reading | None
+    intent: CausalIntent
     floor: float
     past: float
+    num_past: int
+    near_past: tuple[int, int]
+    blind_example: tuple[int, int] | None
     order_change: float | None
+    has_attention: bool
     probes_perturbed: bool
     nothing_visible: tuple[tuple[int, int], ...]
     is_causal_by_measure: bool
+    coupled: str
     mode: str
+    serial: bool
+    readout: str
+    num_examples: int
     num_forward: int
     num_backward: int
+    separators: tuple[tuple[int, int], ...] = ()
+    reasons: tuple[str, ...] = field(default=())
+
+    @property
+    def has_power(self) -> bool:
+        """True if the own past was seen: only then does silence mean anything."""
+        return self.num_past > 0 and self.past > self.floor

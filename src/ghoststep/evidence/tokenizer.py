@@ -83,6 +83,8 @@ class TemplateTokens(Evidence):
 class SuspectReach(Evidence):
     """Reachability of the table rows that look wrong (zero, tiny, identical, close to the common vector), by row.
 
+    `reach` has a key for every table row that was asked about; a row without one was not looked at (it is not NO_TOKEN).
+
     `starts_document` holds those ids that can stand first in an encoded text when the tokenizer puts nothing in front.
     """
 

@@ -33,7 +33,9 @@ class Tie(enum.Enum):
 class MixingClass(Evidence):
     """The class with the config keys and parameter names that prove it. Counts are layers.
 
-    `causal` is False for encoders, True for decoders, None where files do not say.
+    `causal` is False for encoders, True for decoders, None where files do not say. `is_encoder_decoder` is True for a text encoder
+    (or one of sound or images) whose output a decoder attends to: `causal` is then None, since every position of the encoder,
+    the first one too, sees all others, while the decoder is causal.
     `lifted_by_positions` is True when learned absolute positions are added to the embedding (GPT-2: never amplifies).
     """
 
@@ -43,6 +45,7 @@ class MixingClass(Evidence):
     num_attention_layers: int | None = None
     causal: bool | None = None
     lifted_by_positions: bool = False
+    is_encoder_decoder: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ghoststep.errors import CannotLook
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.rows import InputRows, RowFacts
+from ghoststep.evidence.rows import InputRows
 from ghoststep.evidence.tokenizer import Reach, SuspectReach, TemplateTokens, Vocabulary, VocabularyReach
 from ghoststep.instruments.chat_template import measure_template, need_templates
 from ghoststep.instruments.reachability import can_stand_first, classify
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SUSPECT_NORM_FRACTION = 1e-2
-"""Rows below this share of the median norm are looked at. No check calls a larger row near zero (they start at 1e-3)."""
+"""Rows below this share of the median norm are looked at."""
+SUSPECT_NORM = 1e-3
+"""Rows below this effective norm (after the embedding multiplier) are looked at too, whatever the median: the median of a table
+that is mostly dead says nothing. A thousand times the norm at which near-zero rows start."""
 SUSPECT_COMMON_DISTANCE = 0.2
 """Rows this close to the common vector, where 1 is ordinary: wider than any check's limit for untrained rows."""
 MAX_EXAMPLES = 20
@@ -73,7 +76,7 @@ def suspect_reach(tokenizer: Tokenizer, input_rows: InputRows, template: Templat
     Template ids count as TEMPLATE whatever else they are. Without a template fact, none does: a check that depends on it
     asks for `TemplateTokens | Missing` itself. Cost: as `classify`, over the suspects only.
     """
-    suspects = suspect_rows(input_rows.rows)
+    suspects = suspect_rows(input_rows)
     found = classify(tokenizer, suspects)
     emitted = frozenset() if isinstance(template, Missing) else frozenset(template.ids)
     reach = {i: Reach.TEMPLATE if i in emitted else r for i, r in found.reach.items()}
@@ -103,13 +106,16 @@ def vocabulary_reach(tokenizer: Tokenizer) -> VocabularyReach:
     return VocabularyReach(reach_V=reach_V, cause_counts=dict(counts), examples=examples)
 
 
-def suspect_rows(rows: RowFacts) -> list[int]:
-    """The table rows worth asking about, ascending. A superset of what any check judges."""
+def suspect_rows(inputs: InputRows) -> list[int]:
+    """The table rows worth asking about, ascending. A check whose option reaches further finds rows that were not asked about
+    and must say so (`SuspectReach.reach` has a key for every row that was)."""
     import numpy as np
 
+    rows = inputs.rows
     bad_R: NDArray[np.bool_] = rows.zero_R | rows.nonfinite_R
     with np.errstate(invalid="ignore"):
         bad_R = bad_R | (rows.norms_R < SUSPECT_NORM_FRACTION * rows.median_norm)
+        bad_R = bad_R | (rows.norms_R * inputs.multiplier < SUSPECT_NORM)
         bad_R = bad_R | (rows.common_distance_R < SUSPECT_COMMON_DISTANCE)
     bad_R = bad_R.copy()
     for group in rows.identical_groups:

@@ -89,7 +89,15 @@ def finding_object(verdict: Verdict, f: Finding) -> dict[str, object]:
         "severity": f.severity.value if f.severity else None,
         "basis": f.basis.value if f.basis else None,
         "remedy": f.remedy,
-        "symptoms": [{"code": s.code, "message": s.message} for s in f.symptoms],
+        "symptoms": [
+            {
+                "code": s.code,
+                "message": s.message,
+                "where": dict(s.where.items()),
+                "severity": s.severity.value if s.severity else None,
+            }
+            for s in f.symptoms
+        ],
         "fingerprint": fingerprint(verdict, f),
     }
 

@@ -57,7 +57,10 @@ def number(value: Scalar) -> str:
 
 def quantity(q: Quantity) -> str:
     """ "3.1e-12 L2 norm"; a pure number stands alone."""
-    return number(q.value) if q.unit == "1" else f"{number(q.value)} {visible(q.unit)}"
+    if q.unit == "1":
+        return number(q.value)
+    is_name = isinstance(q.value, int) and re.search(r"\b(id|token_id|table row)$", q.unit)
+    return f"{q.value if is_name else number(q.value)} {visible(q.unit)}"  # ids are names: 151645, not 151,645
 
 
 def power(p: Power) -> str:
@@ -85,7 +88,13 @@ def place_parts(where: Where) -> list[str]:
     token += [] if where.token is None else [printable(where.token)]
     if token:
         parts.append("token " + " ".join(token))
-    rest = [("example", where.example), ("position", where.position), ("document", where.document)]
+    rest: list[tuple[str, int | str | None]] = [
+        ("example", where.example),
+        ("position", where.position),
+        ("document", where.document),
+    ]
+    rest += [("other example", where.other_example), ("other position", where.other_position)]
+    rest += [("key", where.key if where.key is None else visible(where.key)), ("parameter group", where.group)]
     rest += [("micro-batch", where.micro_batch), ("step", where.step), ("rank", where.rank)]
     return parts + [f"{word} {value}" for word, value in rest if value is not None]
 

@@ -81,6 +81,17 @@ class Checkpoint:
             self._stored = StoredTensors(format=container.format, tensors=container.tensors, base_model=self._base_model())
         return self._stored
 
+    @property
+    def unreadable(self) -> str | None:
+        """Why weights that are there cannot be read (damaged, hostile, refused), None if they can or there are none."""
+        if self._selection is None:
+            return None
+        try:
+            self._open()
+        except CannotLook as failure:
+            return str(failure)
+        return None
+
     def rows(self, tensor_name: str) -> RowStore:
         """Raw rows of the stored matrix of this name; `CannotLook` if there is none, or it is no matrix.
 

@@ -1,8 +1,8 @@
 """GS301."""
 
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.checkpoint import Declared
-from ghoststep.evidence.intent import Intent
+from ghoststep.evidence.checkpoint import Declared, StoredTensors
+from ghoststep.evidence.plan import TrainingPlan
 from ghoststep.evidence.rows import InputRows, OutputRows
 from ghoststep.evidence.tokenizer import SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import MixingClass
@@ -21,7 +21,8 @@ def near_zero_input_rows(
     template: TemplateTokens | Missing,
     vocabulary: Vocabulary | Missing,
     declared: Declared | Missing,
-    intent: Intent,
+    stored: StoredTensors | Missing,
+    plan: TrainingPlan,
     *,
     norm_limit: float = SPIKE_NORM,
 ) -> Answer:
@@ -61,6 +62,6 @@ def near_zero_input_rows(
     """
     norms = inputs.rows.norms_R * inputs.multiplier
     table_rows = [int(i) for i in ((norms < norm_limit) & (norms > 0)).nonzero()[0]]
-    case = row_case(inputs, outputs, mixing, reach, template, vocabulary, declared, intent)
+    case = row_case(inputs, outputs, mixing, reach, template, vocabulary, declared, stored, plan)
     smallest = Power(quantity="effective input row norm below the limit", smallest_detectable=norm_limit, unit="L2 norm")
     return judge_rows(case, table_rows, zero=False, looked_for="near zero", power=smallest)

@@ -5,6 +5,7 @@ from ghoststep.evidence.rows import InputRows
 from ghoststep.evidence.tokenizer import Reach, SuspectReach
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, answer, check
+from ghoststep.severity import SPIKE_NORM
 from ghoststep.text import printable
 
 _HAS_A_USE = (Reach.REACHABLE, Reach.SPECIAL, Reach.TEMPLATE, Reach.PARTIAL_UTF8)
@@ -48,6 +49,8 @@ def untrained_rows(inputs: InputRows, reach: SuspectReach | Missing, *, common_f
     findings = []
     grouped: set[int] = set()
     for group in rows.identical_groups:
+        if float(rows.norms_R[group[0]]) * inputs.multiplier < SPIKE_NORM:
+            continue  # near-zero-input-rows says what these are
         grouped.update(group)
         members = [i for i in group if _is_used(i, reach)]
         if len(members) < 2:
@@ -89,6 +92,9 @@ def untrained_rows(inputs: InputRows, reach: SuspectReach | Missing, *, common_f
             f"{len(grouped)} table rows are identical to others and {len(suspects)} lie at the common vector; which of them have "
             f"tokens is open: {reach.reason}"
         )
+    if rows.common_distance_R.size and bool((rows.common_distance_R != rows.common_distance_R).all()):
+        unmeasured = f"with {rows.table.num_dims} dims, distances to a common vector say nothing"
+        undecided = "; ".join(filter(None, (undecided, unmeasured)))
     power = Power(quantity="distance to the common vector", smallest_detectable=common_fraction, unit="of the median distance")
     return answer(findings, power=power, undecided=undecided)
 

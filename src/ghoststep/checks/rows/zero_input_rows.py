@@ -1,8 +1,8 @@
 """GS302."""
 
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.checkpoint import Declared
-from ghoststep.evidence.intent import Intent
+from ghoststep.evidence.checkpoint import Declared, StoredTensors
+from ghoststep.evidence.plan import TrainingPlan
 from ghoststep.evidence.rows import InputRows, OutputRows
 from ghoststep.evidence.tokenizer import SuspectReach, TemplateTokens, Vocabulary
 from ghoststep.evidence.wiring import MixingClass
@@ -20,7 +20,8 @@ def zero_input_rows(
     template: TemplateTokens | Missing,
     vocabulary: Vocabulary | Missing,
     declared: Declared | Missing,
-    intent: Intent,
+    stored: StoredTensors | Missing,
+    plan: TrainingPlan,
 ) -> Answer:
     """A token that training can feed has an input embedding row of exact zeros.
 
@@ -49,7 +50,7 @@ def zero_input_rows(
     As for near-zero-input-rows (GS301).
     """
     table_rows = [int(i) for i in inputs.rows.zero_R.nonzero()[0]]
-    case = row_case(inputs, outputs, mixing, reach, template, vocabulary, declared, intent)
+    case = row_case(inputs, outputs, mixing, reach, template, vocabulary, declared, stored, plan)
     power = Power(
         quantity="smallest stored value told apart from zero", smallest_detectable=inputs.rows.smallest_nonzero, unit="value"
     )

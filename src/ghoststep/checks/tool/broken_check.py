@@ -33,7 +33,7 @@ def broken_check(run: ToolRun) -> Answer:
     """
     findings = [
         Finding(
-            message=f"the plugin {name!r} failed to load: {reason}. Its checks did not run; update or uninstall it.",
+            message=f"the plugin {name!r} failed to load: {reason}. Its checks did not run; update, mend or uninstall it.",
             where=Where(module=name),
         )
         for name, reason in run.broken_plugins

@@ -14,13 +14,15 @@ def broken_tie(tables: Tables, tie: TieState) -> Answer:
     `tie_word_embeddings` true and two stored tables that differ; or false and no stored head in a causal language model.
 
     ## Why it matters
-    A loader trusts the flag. With true it throws the trained head away and uses the input table; with false it leaves the
+    Most loaders trust the flag. With true they throw the trained head away and use the input table; with false they leave the
     missing head at its random initialisation. The loss after loading is far above the one before saving, and no key is
     reported missing.
 
     ## When it is not a problem
     Encoders, reward models, adapters and other models without a language-model head; a flag that the config does not give
-    (the tensors decide); two stored copies that are equal.
+    (the tensors decide); two stored copies that are equal; an embedding model that pools its backbone's output (modules.json).
+    A few model classes ignore the flag when they are loaded by transformers: there the finding matters for every other loader
+    and for a conversion. Set the flag to false to be told nothing.
 
     ## How to confirm by hand
     Compare the two tables in the file, or the loss before saving with the loss after loading.
@@ -33,16 +35,16 @@ def broken_tie(tables: Tables, tie: TieState) -> Answer:
     None.
 
     ## References
-    Behaviour of loaders re-measured with transformers 5.24.
+    Behaviour of loaders re-measured with transformers 5.24: classes that name no tied parameters (NemotronH, xLSTM, KimiLinear,
+    BailingHybrid among them) keep both tables whatever the flag says.
     """
     if tie.tie is Tie.NO_HEAD:
         return NotApplicable(reason=f"no output head: {tie.reason}")
-    power = Power(quantity="table rows that differ", smallest_detectable=1, unit="table rows")
     if tie.tie is Tie.BROKEN_FLAG_TRUE:
         table = tables.output or tables.input
         finding = Finding(
-            message=f"the config says that input and output embeddings are one table, but {tie.reason}: a loader that trusts the "
-            "flag throws the trained head away. Set tie_word_embeddings to false, or tie, retrain and save again.",
+            message=f"the config says that input and output embeddings are one table, but {tie.reason}: most loaders trust "
+            "the flag and throw the trained head away. Set tie_word_embeddings to false, or tie, retrain and save again.",
             where=Where(file=table.tensor.file, tensor=table.tensor.name, table_row=tie.first_different_row),
             measured=None
             if tie.num_different_rows is None
@@ -59,4 +61,6 @@ def broken_tie(tables: Tables, tie: TieState) -> Answer:
             remedy="set tie_word_embeddings to true in the config, or store the head",
         )
         return answer([finding])
+    compared = tie.num_different_rows is not None or tie.first_different_row is not None or tables.output is None
+    power = Power(quantity="table rows that differ", smallest_detectable=1, unit="table rows") if compared else None
     return answer((), power=power, reason=tie.reason)

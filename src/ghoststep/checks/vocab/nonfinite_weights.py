@@ -1,16 +1,19 @@
 """GS008."""
 
 from ghoststep.evidence.base import Missing
+from ghoststep.evidence.checkpoint import Tables
 from ghoststep.evidence.rows import InputRows, OutputRows, RowFacts
 from ghoststep.evidence.tokenizer import Vocabulary
-from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
+from ghoststep.finding import Basis, Finding, Outcome, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, answer, check
 
 MAX_LISTED = 20
 
 
 @check(code="GS008", severity=Severity.ERROR, basis=Basis.PROOF)
-def nonfinite_weights(inputs: InputRows, outputs: OutputRows | Missing, vocabulary: Vocabulary | Missing) -> Answer:
+def nonfinite_weights(
+    inputs: InputRows, outputs: OutputRows | Missing, tables: Tables | Missing, vocabulary: Vocabulary | Missing
+) -> Answer:
     """An embedding table holds NaN or infinite values.
 
     ## What it finds
@@ -39,8 +42,15 @@ def nonfinite_weights(inputs: InputRows, outputs: OutputRows | Missing, vocabula
     if isinstance(outputs, OutputRows) and not outputs.tied:
         findings += _table(outputs.rows, "output", vocabulary)
     power = Power(quantity="non-finite values in a table", smallest_detectable=1, unit="values")
-    note = None if isinstance(outputs, OutputRows) else f"only the input table was read: {outputs.reason}"
-    return answer(findings, power=power, reason=note)
+    unread = [t.tensor.name for t in tables.others] if isinstance(tables, Tables) else []
+    reason = f"not looked at: {', '.join(unread[:3])}" + (", ..." if len(unread) > 3 else "") if unread else None
+    undecided = None
+    if isinstance(outputs, Missing):
+        if outputs.outcome is Outcome.NOT_APPLICABLE:
+            reason = "; ".join(filter(None, ("there is no output head", reason)))
+        else:
+            undecided = f"the output head could not be read: {outputs.reason}"
+    return answer(findings, power=power, reason=reason, undecided=undecided)
 
 
 def _table(rows: RowFacts, side: str, vocabulary: Vocabulary | Missing) -> list[Finding]:

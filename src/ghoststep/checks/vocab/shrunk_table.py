@@ -3,7 +3,7 @@
 from ghoststep.evidence.checkpoint import Tables
 from ghoststep.evidence.tokenizer import Vocabulary
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
-from ghoststep.registry import Answer, answer, check
+from ghoststep.registry import Answer, Unknown, answer, check
 
 
 @check(code="GS009", severity=Severity.ERROR, basis=Basis.PROOF, explains=("token-id-out-of-range",))
@@ -33,6 +33,8 @@ def shrunk_table(tables: Tables, vocabulary: Vocabulary) -> Answer:
     ## References
     One public tokenizer has 200,000 entries and a largest id of 200,018.
     """
+    if tables.input.unmeasured is not None:
+        return Unknown(reason=tables.input.unmeasured)
     rows, tokens, needed = tables.input.num_rows, vocabulary.num_tokens, vocabulary.max_id + 1
     rounded = {tokens} | {-(-tokens // multiple) * multiple for multiple in (8, 16, 32, 64, 128)}
     power = Power(quantity="table rows cut", smallest_detectable=1, unit="table rows")

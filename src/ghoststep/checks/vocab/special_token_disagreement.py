@@ -98,7 +98,7 @@ def _stop_token(declared: Declared, vocabulary: Vocabulary) -> list[Finding]:
         Finding(
             message=f"the tokenizer's stop token is id {own}, but the {source} stops at {_ids(in_force)}: what is trained as the end "
             "of an answer does not end a generation. Add it to eos_token_id.",
-            where=Where(file=declared.file, token_id=own),
+            where=Where(file=declared.file, token_id=own, key="eos_token_id"),
             measured=Quantity(value=_ids(in_force), unit="eos_token_id"),
             expected=Quantity(value=own, unit="eos_token_id"),
             severity=Severity.WARNING,
@@ -116,7 +116,7 @@ def _differ(declared: Declared, role: str, ids: tuple[int, ...], vocabulary: Voc
     return Finding(
         message=f"{role}_token_id is {_ids(ids)} in the config and {own} in the tokenizer: code that asks the one contradicts code "
         "that asks the other. Set both to the same id.",
-        where=Where(file=declared.file, token_id=own),
+        where=Where(file=declared.file, token_id=own, key=f"{role}_token_id"),
         measured=Quantity(value=_ids(ids), unit=f"{role}_token_id"),
         expected=Quantity(value=own, unit=f"{role}_token_id"),
         severity=Severity.NOTE,

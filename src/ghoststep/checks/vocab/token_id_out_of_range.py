@@ -3,8 +3,8 @@
 from ghoststep.evidence.base import Missing
 from ghoststep.evidence.checkpoint import Tables
 from ghoststep.evidence.tokenizer import TemplateTokens, Vocabulary
-from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
-from ghoststep.registry import Answer, answer, check
+from ghoststep.finding import Basis, Finding, Outcome, Power, Quantity, Severity, Where
+from ghoststep.registry import Answer, Unknown, answer, check
 from ghoststep.text import printable
 
 
@@ -13,14 +13,16 @@ def token_id_out_of_range(tables: Tables, vocabulary: Vocabulary, template: Temp
     """The tokenizer has ids for which the input table has no row.
 
     ## What it finds
-    max id of the tokenizer ≥ number of input table rows. One finding, at the first id without a row.
+    max id of the tokenizer ≥ number of input table rows. One finding, at the first id without a row. A warning where that is one
+    special token at the very end of the vocabulary which nothing emits: no role, not in the template, not put in front of texts.
 
     ## Why it matters
     Looking such an id up raises on CPU and stops with a device-side assert on GPU, hours into a run, when the first text with
     that token comes by; kernels without bounds checks read foreign memory instead and train on garbage.
 
     ## When it is not a problem
-    More table rows than tokens is normal (alignment padding) and silent here.
+    More table rows than tokens is normal (alignment padding) and silent here. A text-only model may keep the tokenizer of its
+    image-reading sisters, whose placeholder has no row: harmless until a text holds the placeholder literally.
 
     ## How to confirm by hand
     `max(tok.get_vocab().values())` against `model.get_input_embeddings().weight.shape[0]`.
@@ -33,8 +35,10 @@ def token_id_out_of_range(tables: Tables, vocabulary: Vocabulary, template: Temp
     None.
 
     ## References
-    None.
+    A published text model has 262,144 table rows and `<image_soft_token>` = 262144 in its tokenizer.
     """
+    if tables.input.unmeasured is not None:
+        return Unknown(reason=tables.input.unmeasured)
     num_rows = tables.input.num_rows
     missing = [i for i in sorted(vocabulary.added) if i >= num_rows]
     first = missing[0] if missing else num_rows
@@ -42,6 +46,7 @@ def token_id_out_of_range(tables: Tables, vocabulary: Vocabulary, template: Temp
     if vocabulary.max_id < num_rows:
         return answer((), power=power, reason=f"largest id {vocabulary.max_id}, {num_rows} table rows")
     token = vocabulary.added.get(first)
+    unused = _is_one_unused_special(vocabulary, template, num_rows)
     used = sorted(i for i in template.ids if i >= num_rows) if isinstance(template, TemplateTokens) else []
     parts = [
         f"the tokenizer's ids go up to {vocabulary.max_id}, but the input table {tables.input.tensor.name} has {num_rows} rows: "
@@ -50,6 +55,10 @@ def token_id_out_of_range(tables: Tables, vocabulary: Vocabulary, template: Temp
     ]
     if used:
         parts.append(f"The chat template emits {len(used)} of them, so every conversation fails.")
+    if unused:
+        parts.append(
+            "It is special, and neither the template nor the tokenizer emits it: only text that holds it literally does."
+        )
     parts.append(
         f"Looking one up fails or reads foreign memory. Resize the table to {vocabulary.max_id + 1} rows or more, and save model "
         "and tokenizer together."
@@ -61,10 +70,22 @@ def token_id_out_of_range(tables: Tables, vocabulary: Vocabulary, template: Temp
                 where=Where(file=vocabulary.file, tensor=tables.input.tensor.name, token_id=first, token=token),
                 measured=Quantity(value=vocabulary.max_id, unit="largest token id"),
                 expected=Quantity(value=num_rows - 1, unit="largest table row"),
+                severity=Severity.WARNING if unused else Severity.ERROR,
                 remedy=f"model.resize_token_embeddings({vocabulary.max_id + 1}, pad_to_multiple_of=64)",
             )
         ]
     )
+
+
+def _is_one_unused_special(vocabulary: Vocabulary, template: TemplateTokens | Missing, num_rows: int) -> bool:
+    """True if only the last id lacks a row and nothing but its literal string produces it. An unread template proves nothing."""
+    last = vocabulary.max_id
+    if last != num_rows or last not in vocabulary.added_special:
+        return False
+    if isinstance(template, Missing) and template.outcome is not Outcome.NOT_APPLICABLE:
+        return False
+    emitted = template.ids if isinstance(template, TemplateTokens) else ()
+    return last not in (*emitted, *vocabulary.prefix_ids, *vocabulary.special_ids.values())
 
 
 def _tokens(vocabulary: Vocabulary, ids: list[int]) -> str:

@@ -3,7 +3,7 @@
 from ghoststep.evidence.checkpoint import StoredTensors, Tables
 from ghoststep.evidence.wiring import Tie, TieState
 from ghoststep.finding import Basis, Finding, Quantity, Severity, Where
-from ghoststep.registry import Answer, Clear, NotApplicable, answer, check
+from ghoststep.registry import Answer, Clear, NotApplicable, Unknown, answer, check
 
 
 @check(code="GS004", severity=Severity.NOTE, basis=Basis.RULE_OF_THUMB)
@@ -39,6 +39,8 @@ def unaligned_vocab(
     if tie.tie is Tie.NO_HEAD:
         return NotApplicable(reason=f"no output head: {tie.reason}")
     head = tables.output or tables.input
+    if head.unmeasured is not None:
+        return Unknown(reason=head.unmeasured)
     over = head.num_rows % multiple
     if over == 0:
         return Clear(reason=f"{head.num_rows} = {multiple} x {head.num_rows // multiple} table rows")

@@ -36,7 +36,7 @@ def pad_token_is_bos(vocabulary: Vocabulary) -> Answer:
     finding = Finding(
         message=(
             f"padding and BOS are both id {pad}: whatever leaves padding out by its id leaves out the first position of every "
-            f"example too. {vocabulary.file} says so for both roles. Give padding a token of its own."
+            f"example too. The tokenizer says so for both roles. Give padding a token of its own."
         ),
         where=Where(file=vocabulary.file, token_id=pad),
         measured=Quantity(value=pad, unit="token id"),

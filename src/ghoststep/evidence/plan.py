@@ -1,4 +1,4 @@
-"""What the user declared about the run to come."""
+"""What the user declared about the training to come."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainingKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Intent(Evidence):
+class TrainingPlan(Evidence):
     """The declared training. `training_declared` is False when the default was taken."""
 
     training: TrainingKind = TrainingKind.FULL

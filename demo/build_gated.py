@@ -2,7 +2,7 @@
 
     python demo/build_gated.py OUT [--tokenizer model.gguf]
 
-Two Mamba layers of random weights, an input table and a head of their own, a real tokenizer (from the metadata of the GGUF
+24 Mamba layers of random weights, an input table and a head of their own, a real tokenizer (from the metadata of the GGUF
 file; without one, a byte-level BPE trained here on this project's documentation). Six ordinary tokens get table rows whose L2
 norms have decayed to 1e-12 and 1e-30, one further token a table row of exact zeros: the state that weight decay leaves behind
 for tokens that the training text never contained. Every other table row is healthy.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_DIMS, NUM_LAYERS, STATE_SIZE, KERNEL, DT_RANK = 128, 2, 16, 4, 8
+NUM_DIMS, NUM_LAYERS, STATE_SIZE, KERNEL, DT_RANK = 128, 24, 16, 4, 8
 WORDS = (
     " river",
     " garden",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 import threading
 import time
 from collections import deque
@@ -61,6 +62,19 @@ class Repo:
     gated: bool = False
 
 
+def need_loopback() -> None:
+    """Skip the test, saying so, where even 127.0.0.1 cannot be reached (a network namespace without `lo`)."""
+    import pytest
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        try:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+        except OSError as error:
+            pytest.skip(f"the loopback interface is down: {error}")
+
+
 class LocalHub:
     """The server; `url` goes into HF_ENDPOINT."""
 
@@ -87,6 +101,7 @@ class LocalHub:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> LocalHub:
+        need_loopback()
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         return self
 

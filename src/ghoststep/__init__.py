@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from ghoststep.api import check
     from ghoststep.errors import CannotLook, ConfigError, DoesNotApply, GhoststepError, SubjectError, UsageError
     from ghoststep.finding import Basis, Finding, Outcome, Power, Quantity, Report, Severity, Symptom, Verdict, Where
+    from ghoststep.subjects.setup import Setup
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "check": "ghoststep.api",
+    "Setup": "ghoststep.subjects.setup",
     **dict.fromkeys(
         ("CannotLook", "ConfigError", "DoesNotApply", "GhoststepError", "SubjectError", "UsageError"), "ghoststep.errors"
     ),
@@ -37,6 +39,7 @@ __all__ = [
     "Power",
     "Quantity",
     "Report",
+    "Setup",
     "Severity",
     "SubjectError",
     "Symptom",

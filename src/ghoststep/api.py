@@ -16,11 +16,11 @@ from ghoststep import config as configuration
 from ghoststep.config import Config
 from ghoststep.diagnosis import diagnose
 from ghoststep.engine import Case, ask
-from ghoststep.errors import ConfigError, UsageError
+from ghoststep.errors import UsageError
 from ghoststep.evidence.plan import TrainingKind, TrainingPlan
 from ghoststep.evidence.tool import AcceptanceUse, ToolRun
 from ghoststep.finding import Outcome, Report, Severity, Verdict
-from ghoststep.registry import Check, Registry, load
+from ghoststep.registry import Registry, load
 
 if TYPE_CHECKING:
     from ghoststep.subjects.base import Subject
@@ -63,12 +63,16 @@ def check(
     config: str | Path | None = None,
     seed: int = 0,
     offline: bool = False,
+    fast: bool = False,
     timeout_seconds: float | None = None,
+    **setup: Any,
 ) -> Report:
     """Look at subjects and return every verdict.
 
     Args:
-        subjects: checkpoint folders or files (`str` or `Path`), `"hf:org/name[@rev]"`, or opened subjects.
+        subjects: checkpoint folders or files (`str` or `Path`), `"hf:org/name[@rev]"`, `"path.py:function"` (a setup), a mapping
+            that describes a setup, or opened subjects.
+        setup: a setup by keywords: `model=`, `batch=`, `loss_fn=`, `optimizer=`, ... (see `ghoststep.Setup`).
         training: "full" (default), "lora", "frozen-embeddings" or "rl": decides which findings are dangers.
         select, ignore: codes, prefixes of codes ("GS3") or names.
         fail_on: "error" (default), "warning" or "note": from here on `exit_code` is 1.
@@ -77,6 +81,7 @@ def check(
         config: a pyproject.toml whose `[tool.ghoststep]` applies; none is searched for.
         seed: for instruments that sample; the same subjects and seed give the same report.
         offline: never touch the network.
+        fast: a setup may cost at most about three training steps; some clear verdicts then have less power.
         timeout_seconds: what is not measured by then is unknown.
 
     Raises:
@@ -99,7 +104,8 @@ def check(
         offline=offline,
         timeout_seconds=timeout_seconds,
     )
-    return run(open_subjects(subjects, offline=offline), settings)
+    given = [*subjects, setup] if setup else list(subjects)
+    return run(open_subjects(given, offline=offline, fast=fast), settings)
 
 
 def configured_baseline(loaded: Config, path: Path | None) -> Path | None:
@@ -123,16 +129,20 @@ def parse_severity(value: str) -> Severity:
         raise UsageError(f"severity {value!r} is unknown; expected one of {[s.value for s in Severity]}") from error
 
 
-def open_subjects(subjects: Sequence[object], *, offline: bool) -> list[Subject]:
-    """Open what is given by name; pass opened subjects through."""
+def open_subjects(subjects: Sequence[object], *, offline: bool, fast: bool = False) -> list[Subject]:
+    """Open what is given by name or as a mapping; pass opened subjects through."""
     from ghoststep.subjects import open_subject  # lazy: brings numpy along
 
     if not subjects:
-        raise UsageError("nothing to check: give a checkpoint folder, a file or hf:org/name")
+        raise UsageError("nothing to check: give a checkpoint folder, a file, hf:org/name or path.py:function")
     opened: list[Subject] = []
     for given in subjects:
         if isinstance(given, str | Path):
-            opened.append(open_subject(str(given), offline=offline))
+            opened.append(open_subject(str(given), offline=offline, fast=fast))
+        elif isinstance(given, Mapping):
+            from ghoststep.subjects.setup import make_setup
+
+            opened.append(make_setup(given, fast=fast))
         elif isinstance(getattr(given, "kind", None), str):
             opened.append(given)  # type: ignore[arg-type]
         else:
@@ -147,6 +157,12 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
     config = settings.config
     options = configuration.check_options(config, registry)
     checks = registry.select(settings.select, settings.ignore)
+    if not checks:
+        raise UsageError("nothing left to ask: every selected check is also ignored")
+    if settings.timeout_seconds is not None and not settings.timeout_seconds > 0:
+        raise UsageError(f"timeout {settings.timeout_seconds}: expected a positive number of seconds")
+    for acceptance in config.accept:
+        registry.find(acceptance.code)  # a mistyped code is told before the work, not after it
     subject_checks = [c for c in checks if not c.code.startswith("GS9")]
     verdicts: list[Verdict] = []
     cases = _cases(subjects)
@@ -204,12 +220,9 @@ def _tool_run(
     settings: CheckSettings, registry: Registry, verdicts: Sequence[Verdict], counts: Sequence[int], today: datetime.date
 ) -> ToolRun:
     looked = {v.code.lower() for v in verdicts if v.outcome in (Outcome.FOUND, Outcome.CLEAR, Outcome.NOT_APPLICABLE)}
-    known = {c.code.lower(): c for c in registry.checks} | {c.name: c for c in registry.checks}
     uses = []
     for acceptance, count in zip(settings.config.accept, counts, strict=True):
-        wanted: Check | None = known.get(acceptance.code.lower())
-        if wanted is None:
-            raise ConfigError(f"{settings.config_file}: [[tool.ghoststep.accept]] code {acceptance.code!r} is no check")
+        wanted = registry.find(acceptance.code)
         uses.append(
             AcceptanceUse(
                 place=acceptance.place,
@@ -221,7 +234,8 @@ def _tool_run(
                 file=settings.config_file,
             )
         )
-    return ToolRun(acceptances=tuple(uses), broken_plugins=tuple((p.name, p.reason) for p in registry.broken_plugins))
+    broken = tuple((p.name, p.reason) for p in registry.broken_plugins)
+    return ToolRun(acceptances=tuple(uses), broken_plugins=broken, num_plugins=len(registry.versions) + len(broken))
 
 
 def _report(
@@ -258,7 +272,7 @@ def _report(
             verdicts,
             fail_on=settings.fail_on,
             strict=settings.strict,
-            allow_unknown=settings.allow_unknown,
+            allow_unknown=[c.code for c in registry.select(settings.allow_unknown)] if settings.allow_unknown else [],
             unreadable=any(getattr(s, "unreadable", None) is not None for s in subjects),
         ),
     )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -28,7 +28,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     code: str
-    reason: str
+    reason: Annotated[str, msgspec.Meta(min_length=1)]
     until: datetime.date
     file: str | None = None
     tensor: str | None = None
@@ -93,7 +93,10 @@ def _mentions_us(path: Path) -> bool:
 
 def load_config(path: Path) -> Config:
     """Read and validate; `ConfigError` names the file, the key and what was expected."""
-    table = _tool_table(path).get("ghoststep", {})
+    tool = _tool_table(path)
+    if "ghoststep" not in tool:
+        raise ConfigError(f"{path}: has no table [tool.ghoststep]")
+    table = tool["ghoststep"]
     try:
         return msgspec.convert(table, Config)
     except msgspec.ValidationError as error:

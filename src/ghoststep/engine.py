@@ -165,6 +165,7 @@ def ask(case: Case, check: Check, options: Mapping[str, Any] | None = None) -> V
     start = time.perf_counter()
 
     def verdict(outcome: Outcome, **more: Any) -> Verdict:
+        more["reason"] = _bounded(more.get("reason"))
         base = Verdict(code=check.code, name=check.name, outcome=outcome, severity=check.severity, basis=check.basis)
         return replace(base, seconds=time.perf_counter() - start, **more)
 
@@ -189,6 +190,11 @@ def ask(case: Case, check: Check, options: Mapping[str, Any] | None = None) -> V
     if isinstance(said, Unknown):
         return verdict(Outcome.UNKNOWN, reason=said.reason)
     return verdict(Outcome.BROKEN, reason=f"the check returned {type(said).__name__}; expected Found, Clear, ...")
+
+
+def _bounded(reason: str | None, most: int = 2000) -> str | None:
+    """A hostile name in a reason must not fill every verdict of the report with megabytes."""
+    return reason if reason is None or len(reason) <= most else f"{reason[:most]} … ({len(reason)} characters)"
 
 
 def _complete(finding: Finding | object, check: Check) -> Finding:

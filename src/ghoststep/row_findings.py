@@ -23,13 +23,14 @@ from ghoststep.severity import (
     TokenExposure,
     amplification,
     amplifies,
+    ceiling,
     consequence,
     exposures,
     padding_ids,
     row_severity,
     trains_tables,
 )
-from ghoststep.text import printable
+from ghoststep.text import counted, printable
 
 MAX_LISTED = 100
 """Findings listed one by one; the rest of a longer list is one finding that gives their number and table rows."""
@@ -50,8 +51,10 @@ class RowCase:
     exposures: Mapping[int, TokenExposure] | Missing
     asked: frozenset[int]
     padding: frozenset[int]
+    declared_padding: frozenset[int]
     plan: TrainingPlan
     trains_tables: bool
+    ceiling: float
 
 
 def row_case(
@@ -73,9 +76,21 @@ def row_case(
         exposures=exposures(reach, template, vocabulary, declared) if isinstance(reach, SuspectReach) else reach,
         asked=frozenset(reach.reach) if isinstance(reach, SuspectReach) else frozenset(),
         padding=padding_ids(vocabulary, declared),
+        declared_padding=frozenset(declared.pad_token_ids) if isinstance(declared, Declared) else frozenset(),
         plan=plan,
         trains_tables=trains_tables(plan, stored),
+        ceiling=ceiling(*_depth(mixing, declared)),
     )
+
+
+def _depth(mixing: MixingClass | Missing, declared: Declared | Missing) -> tuple[int | None, float]:
+    """Layers of the model, and the smallest epsilon of its normalisations that the config names (1e-6 if none)."""
+    layers = declared.num_layers if isinstance(declared, Declared) else None
+    if layers is None and isinstance(mixing, MixingClass):
+        layers = max(mixing.num_recurrent_layers or 0, mixing.num_attention_layers or 0) or None
+    raw = declared.raw if isinstance(declared, Declared) else {}
+    epsilons = [v for k, v in raw.items() if k.endswith(("eps", "epsilon")) and isinstance(v, float) and 0 < v < 1]
+    return layers, min(epsilons, default=1e-6)
 
 
 _UNDECIDED = {
@@ -97,10 +112,8 @@ def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_f
         if not open_rows:
             return answer((), power=power)
         shown = _rows_text(open_rows)
-        return Unknown(
-            reason=f"{len(open_rows)} table rows are {looked_for} ({shown}); whether anything feeds them is open: "
-            f"{case.exposures.reason}"
-        )
+        them = counted(len(open_rows), "table row is", "table rows are")
+        return Unknown(reason=f"{them} {looked_for} ({shown}); whether anything feeds them is open: {case.exposures.reason}")
     findings: list[Finding] = []
     reserved: list[TokenExposure] = []
     undecided: dict[str, list[int]] = {}
@@ -125,14 +138,23 @@ def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_f
     findings = _bounded(case, findings)
     if reserved:
         findings.append(_reserved_finding(case, reserved, looked_for))
-    still_open = [f"{len(rows)} table rows are {looked_for} and {why} ({_rows_text(rows)})" for why, rows in undecided.items()]
+    still_open = [
+        f"{counted(len(rows), 'table row is', 'table rows are')} {looked_for} and {why} ({_rows_text(rows)})"
+        for why, rows in undecided.items()
+    ]
     if findings and isinstance(case.mixing, Missing):
         still_open.append(f"wiring unknown: {case.mixing.reason}")
-    reason = f"{harmless} table rows are {looked_for}, and nothing produces their tokens" if harmless else None
+    reason = (
+        f"{counted(harmless, 'table row is', 'table rows are')} {looked_for}, and nothing produces the tokens"
+        if harmless
+        else None
+    )
     return answer(findings, power=power, reason=reason, undecided="; ".join(still_open) or None)
 
 
 def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, *, zero: bool) -> Finding:
+    if zero and exposure.table_row in case.declared_padding:
+        return _padding_finding(case, exposure)
     rows = case.inputs.rows
     norm = float(rows.norms_R[exposure.table_row])
     token = printable(exposure.token)
@@ -140,7 +162,7 @@ def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, *, zero
     parts = [f"the input row of token {token} {what}, and {exposure.exposure.value}."]
     parts.append(f"{_capital(amplification(case.mixing, exposure))}.")
     if amplifies(case.mixing, exposure):
-        happens = consequence(norm * case.inputs.multiplier)
+        happens = consequence(norm * case.inputs.multiplier, case.ceiling)
         parts.append(f"One occurrence in a batch can be enough: {happens}.")
         if zero:
             parts.append("A row of exact zeros can also turn gradients into NaN in deep models.")
@@ -166,6 +188,23 @@ def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, *, zero
     )
 
 
+def _padding_finding(case: RowCase, exposure: TokenExposure) -> Finding:
+    """A zero row that is also the config's padding id: `padding_idx` makes it zero and gives it no gradient."""
+    table = case.inputs.rows.table.tensor
+    return Finding(
+        message=f"the input row of token {printable(exposure.token)} is exactly zero because its id {exposure.table_row} is also the "
+        "config's padding id: torch's padding_idx keeps that row at zero and gives it no gradient, so it is no danger, but the "
+        "token is never trained either. Give padding an id of its own.",
+        where=Where(
+            file=table.file, tensor=table.name, table_row=exposure.table_row, token_id=exposure.table_row, token=exposure.token
+        ),
+        measured=Quantity(value=0.0, unit="L2 norm"),
+        severity=Severity.NOTE,
+        basis=Basis.PROOF,
+        remedy="add a padding token and set pad_token_id to it",
+    )
+
+
 def _serving(case: RowCase, table_row: int) -> str:
     if isinstance(case.outputs, Missing):
         return ""
@@ -182,11 +221,14 @@ def _serving(case: RowCase, table_row: int) -> str:
 
 def _reserved_finding(case: RowCase, reserved: Sequence[TokenExposure], looked_for: str) -> Finding:
     table = case.inputs.rows.table
+    what = counted(
+        len(reserved), "reserved special token has an input row that is", "reserved special tokens have input rows that are"
+    )
     names = ", ".join(printable(e.token) for e in reserved[:5]) + (", ..." if len(reserved) > 5 else "")
     ids = [e.table_row for e in reserved]
     return Finding(
-        message=f"{len(reserved)} reserved special tokens have input rows that are {looked_for} ({names}; table rows "
-        f"{_rows_text(ids)}). Harmless while nothing uses them; initialise a row before you use its token as a marker.",
+        message=f"{what} {looked_for} ({names}; table rows {_rows_text(ids)}). Harmless while nothing uses them; initialise a row "
+        "before you use its token as a marker.",
         where=Where(file=table.tensor.file, tensor=table.tensor.name, table_row=ids[0]),
         measured=Quantity(value=len(reserved), unit="table rows"),
         severity=Severity.NOTE,

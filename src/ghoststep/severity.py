@@ -15,6 +15,7 @@ mid-sequence; Llama depth 24: 6e27 at position 0 and 0.3 mid-sequence; GPT-2: 0.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ tokens a batch, the gradient c/(N·r) of a row of norm r passes 1e3, where clipp
 OVERFLOW_NORM = 1e-20
 """Norm under which the fp32 gradient norm itself can overflow: c/(N·r) > 1.84e19 (the root of the largest float32) at
 r < 2e-20 for N = 30 and smaller for larger batches; measured 1.9e-20 (N = 30), 3.6e-22 (N = 1008)."""
+
+OVERFLOW_GRADIENT = 1.84e19
+"""The root of the largest float32: a gradient norm beyond it is inf in fp32."""
 
 HEALTHY_OUTPUT_FRACTION = 0.1
 """An output row of at least this share of the median output norm still scores its token: serving is unaffected."""
@@ -182,27 +186,39 @@ def amplification(mixing: MixingClass | Missing, exposure: TokenExposure) -> str
     if isinstance(mixing, Missing):
         return f"how this model mixes positions is unknown ({mixing.reason}), so it may amplify"
     if mixing.mixing is Mixing.RECURRENT_GATED:
-        return (
-            f"nothing else at that position carries a normal value, so the row's gradient grows like 1/norm ({mixing.reason})"
-        )
+        why = "nothing else at that position carries a normal value, so the row's gradient grows like 1/norm, the deeper the model "
+        return f"{why}the further ({mixing.reason})"
     if mixing.lifted_by_positions:
         return "learned positions are added to the row and lift it, so its gradient stays ordinary"
     if amplifies(mixing, exposure):
         return (
             "attention reaches a normal token everywhere but at the first visible position, and this token can stand there "
-            "(start of a sequence or of a packed document, or after left padding): its gradient then grows like 1/norm"
+            "(start of a sequence or of a packed document, or after left padding): its gradient then grows like 1/norm, the deeper "
+            "the model the further"
         )
     return "attention reaches a normal token at every position where this one stands, so its gradient stays ordinary"
 
 
-def consequence(effective_norm: float) -> str:
-    """What the trainer in use would do with such a gradient."""
-    if effective_norm < OVERFLOW_NORM:
+def ceiling(num_layers: int | None, epsilon: float) -> float:
+    """The most that the layers can amplify, whatever the norm: two normalisations a layer, each by at most 1/sqrt(epsilon).
+
+    Measured ceilings stay below it: Mamba 2 layers 5e3, 6 layers 2e7; Mamba-2 4 layers 7e14; MiniMax 4 layers 6e19 (epsilon 1e-5,
+    row norm 1e-30). Infinite when the number of layers is unknown.
+    """
+    if num_layers is None:
+        return math.inf
+    return math.exp(min(700.0, -num_layers * math.log(epsilon)))
+
+
+def consequence(effective_norm: float, most: float) -> str:
+    """What the trainer in use would do with such a gradient; `most` is the ceiling of this depth."""
+    if effective_norm < OVERFLOW_NORM and most > OVERFLOW_GRADIENT:
         return (
-            "the fp32 gradient norm overflows to inf; torch's clip_grad_norm_ then multiplies every gradient by 0 without a word, "
-            "DeepSpeed ZeRO skips the step, Megatron-Core aborts"
+            "the fp32 gradient norm can overflow to inf; torch's clip_grad_norm_ then multiplies every gradient by 0 without a "
+            "word, DeepSpeed ZeRO skips the step, Megatron-Core aborts"
         )
+    bound = f", here at most about 1e{math.log10(most):.0f} times" if most < OVERFLOW_GRADIENT else ""
     return (
-        "the gradient norm spikes (finite, so nothing is skipped) and clipping crushes every other gradient: the step is wasted, "
-        "with torch, DeepSpeed and Megatron-Core alike"
+        f"the gradient norm spikes (finite{bound}, so nothing is skipped) and clipping crushes every other gradient: the step is "
+        "wasted, with torch, DeepSpeed and Megatron-Core alike"
     )

@@ -33,6 +33,11 @@ def printable(text: str, limit: int = 80) -> str:
     return f"'{kept}'…"
 
 
+def counted(number: int, one: str, several: str) -> str:
+    """ "1 table row is", "3 table rows are"."""
+    return f"{number} {one if number == 1 else several}"
+
+
 def _quote(character: str) -> str:
     if character in "\\'":
         return "\\" + character

@@ -13,6 +13,7 @@ import pytest
 from ghoststep.census.arguments import collect, read_list
 from ghoststep.errors import UsageError
 from tests.census.fleet import Plan, write
+from tests.local_hub import need_loopback
 
 
 def test_globs_keep_folders_and_weight_files(tmp_path: Path) -> None:
@@ -109,6 +110,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_an_organisation_by_name_pattern(online: pytest.MonkeyPatch) -> None:
+    need_loopback()
     with ModelList(["org/small-b", "org/small-a", "org/large", "other/small-c"], page_size=3) as hub:
         online.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.port}")
         assert collect(["hf:org/*"]).subjects == ("hf:org/large", "hf:org/small-a", "hf:org/small-b")
@@ -125,6 +127,7 @@ def test_a_wildcard_in_the_wrong_place(wrong: str) -> None:
 
 
 def test_an_organisation_that_cannot_be_listed(online: pytest.MonkeyPatch) -> None:
+    need_loopback()
     cases = [
         (ModelList([f"org/m{i}" for i in range(1_001)], page_size=100), "more than 1000 models"),
         (ModelList([], body=b'{"error": 1}'), "no list of models"),

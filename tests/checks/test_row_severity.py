@@ -9,7 +9,9 @@ import pytest
 from ghoststep.checks.rows.near_zero_input_rows import near_zero_input_rows
 from ghoststep.checks.rows.zero_input_rows import zero_input_rows
 from ghoststep.evidence.base import Missing
+from ghoststep.evidence.checkpoint import Declared
 from ghoststep.evidence.plan import TrainingKind
+from ghoststep.evidence.rows import InputRows
 from ghoststep.evidence.tokenizer import Reach
 from ghoststep.evidence.wiring import Mixing
 from ghoststep.finding import Outcome, Severity
@@ -182,6 +184,44 @@ def test_an_adapter_that_stores_the_table_trains_it() -> None:
         near_zero_input_rows(inputs, missing, b.mixing(), fed, missing, missing, missing, missing, lora), NotApplicable
     )
     assert severity(near_zero_input_rows(inputs, missing, b.mixing(), fed, missing, missing, missing, adapter, lora)) is E
+
+
+def test_a_zero_row_that_is_also_the_padding_id_is_a_note_with_its_own_advice() -> None:
+    missing = Missing(reason="-", outcome=Outcome.NOT_APPLICABLE)
+    stop = b.vocabulary(special_ids={"eos": ROW, "pad": ROW})
+
+    def said(inputs: InputRows, declared: Declared) -> Answer:
+        rows = zero_input_rows if inputs.rows.zero_R[ROW] else near_zero_input_rows
+        return rows(inputs, missing, b.mixing(), b.reach({ROW: Reach.SPECIAL}), missing, stop, declared, missing, b.plan())
+
+    padded = b.declared(pad_token_ids=(ROW,), eos_token_ids=(ROW,))
+    note = said(b.inputs({ROW: 0.0}), padded)
+    assert severity(note) is N
+    assert isinstance(note, Found)
+    assert "padding_idx" in note.findings[0].message
+    assert severity(said(b.inputs({ROW: 0.0}), b.declared())) is E
+    assert severity(said(b.inputs({ROW: 1e-12}), padded)) is E  # padding_idx makes zeros, not small rows
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(2, "at most about 1e12"), (24, "overflow to inf"), (None, "overflow to inf")]
+)
+def test_an_overflow_is_only_claimed_where_the_depth_allows_it(layers: int | None, expected: str) -> None:
+    missing = Missing(reason="-")
+    said = near_zero_input_rows(
+        b.inputs({ROW: 1e-30}),
+        missing,
+        b.mixing(),
+        b.reach({ROW: Reach.REACHABLE}),
+        missing,
+        b.vocabulary(),
+        b.declared(num_layers=layers),
+        missing,
+        b.plan(),
+    )
+    assert isinstance(said, Found)
+    assert expected in said.findings[0].message
+    assert said.findings[0].severity is E
 
 
 def test_a_note_claims_no_consequence() -> None:

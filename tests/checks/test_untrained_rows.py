@@ -40,7 +40,7 @@ def test_a_quantised_table_may_have_made_them_equal() -> None:
 
 def test_rows_at_the_common_vector_are_a_rule_of_thumb() -> None:
     said = untrained_rows(b.inputs(close={7: 0.01}), b.reach({7: Reach.REACHABLE}))
-    assert severities(said) == [(None, Basis.RULE_OF_THUMB)]
+    assert severities(said) == [(Severity.NOTE, Basis.RULE_OF_THUMB)]
     assert isinstance(untrained_rows(b.inputs(close={7: 0.06}), b.reach({7: Reach.REACHABLE})), Clear)
 
 
@@ -72,3 +72,11 @@ def test_too_few_dims_to_measure_a_distance_is_unknown() -> None:
     said = untrained_rows(b.inputs(close=dict.fromkeys(range(64), float("nan"))), b.reach({}))
     assert isinstance(said, Unknown)
     assert "8 dims" in said.reason
+
+
+def test_most_of_the_table_in_one_group_is_an_error() -> None:
+    everything = tuple(range(40))
+    said = untrained_rows(b.inputs(groups=[everything]), b.reach(dict.fromkeys(everything, Reach.REACHABLE)))
+    assert severities(said)[0] == (Severity.ERROR, Basis.PROOF)
+    few = untrained_rows(b.inputs(groups=[everything[:20]]), b.reach(dict.fromkeys(everything, Reach.REACHABLE)))
+    assert severities(few)[0] == (Severity.NOTE, Basis.PROOF)

@@ -1,4 +1,4 @@
-"""GS001 to GS009, each both ways: the flaw found, the healthy twin and the near miss silent."""
+"""GS001 to GS009 (but for GS002), each both ways: the flaw found, the healthy twin and the near miss silent."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from ghoststep.checks.vocab.shrunk_table import shrunk_table
 from ghoststep.checks.vocab.special_token_disagreement import special_token_disagreement
 from ghoststep.checks.vocab.token_id_out_of_range import token_id_out_of_range
 from ghoststep.checks.vocab.unaligned_vocab import unaligned_vocab
-from ghoststep.checks.vocab.vocab_size_disagreement import vocab_size_disagreement
 from ghoststep.evidence.base import Missing
+from ghoststep.evidence.checkpoint import Tables
 from ghoststep.evidence.plan import TrainingKind
 from ghoststep.evidence.rows import InputRows
+from ghoststep.evidence.tokenizer import TemplateTokens
 from ghoststep.evidence.wiring import Tie
-from ghoststep.finding import Finding, Outcome, Severity
+from ghoststep.finding import Finding, Outcome, Power, Severity
 from ghoststep.registry import Answer, Clear, Found, NotApplicable, Unknown
 from tests.checks import builders as b
 
@@ -41,26 +42,27 @@ class TestTokenIdOutOfRange:
         assert only(token_id_out_of_range(b.tables(64), b.vocabulary(65), NOTHING)).where.token_id == 64
         assert isinstance(token_id_out_of_range(b.tables(64), b.vocabulary(64), NOTHING), Clear)
 
+    def test_one_special_token_at_the_end_that_nothing_emits_is_a_warning(self) -> None:
+        none = Missing(reason="a base model", outcome=Outcome.NOT_APPLICABLE)
+        image: dict[str, object] = {"added": {64: "<image_soft_token>"}, "added_special": frozenset({64})}
+        for template in (none, b.template([3])):
+            finding = only(token_id_out_of_range(b.tables(64), b.vocabulary(65, **image), template))
+            assert finding.severity is Severity.WARNING
+            assert "only text that holds it literally" in finding.message
+
+        def severity(template: TemplateTokens | Missing, num_tokens: int = 65, **more: object) -> Severity | None:
+            return only(token_id_out_of_range(b.tables(64), b.vocabulary(num_tokens, **{**image, **more}), template)).severity
+
+        assert severity(b.template([64])) is Severity.ERROR
+        assert severity(NOTHING) is Severity.ERROR  # a template that could not be read may emit it
+        assert severity(none, prefix_ids=(64,)) is Severity.ERROR
+        assert severity(none, special_ids={"pad": 64}) is Severity.ERROR
+        assert severity(none, added_special=frozenset()) is Severity.ERROR  # added as an ordinary word: text holds it
+        assert severity(none, added={}, added_special=frozenset()) is Severity.ERROR
+        assert severity(none, 66) is Severity.ERROR
+
     def test_more_table_rows_than_tokens_is_normal(self) -> None:
         assert isinstance(token_id_out_of_range(b.tables(128), b.vocabulary(64), NOTHING), Clear)
-
-
-class TestVocabSizeDisagreement:
-    def test_config_against_table(self) -> None:
-        finding = only(
-            vocab_size_disagreement(b.tables(64), b.declared(vocab_size=63, vocab_size_key="text_config.vocab_size"))
-        )
-        assert "text_config.vocab_size is 63" in finding.message
-        assert isinstance(vocab_size_disagreement(b.tables(64), b.declared(vocab_size=64)), Clear)
-
-    def test_head_against_table(self) -> None:
-        assert only(vocab_size_disagreement(b.tables(64, 60), b.declared())).where.tensor == "lm_head.weight"
-        assert isinstance(vocab_size_disagreement(b.tables(64, 64), b.declared()), Clear)
-
-    def test_undeclared_size_with_one_table_cannot_disagree(self) -> None:
-        undeclared = b.declared(vocab_size=None, vocab_size_key=None)
-        assert isinstance(vocab_size_disagreement(b.tables(64), undeclared), NotApplicable)
-        assert isinstance(vocab_size_disagreement(b.tables(64, 60), undeclared), Found)
 
 
 class TestUnalignedVocab:
@@ -82,35 +84,43 @@ class TestUnalignedVocab:
 class TestSpecialTokenDisagreement:
     def test_ids_outside_the_table_are_one_finding_an_id(self) -> None:
         declared = b.declared(bos_token_ids=(50256,), eos_token_ids=(50256,))
-        finding = only(special_token_disagreement(declared, b.tables(33), b.vocabulary(33)))
+        finding = only(special_token_disagreement(declared, b.tables(33), b.vocabulary(33), NOTHING))
         assert finding.where.token_id == 50256
         assert "33 rows" in finding.message
         assert "bos_token_id of the config and eos_token_id of the config" in finding.message
 
     def test_a_stop_token_that_generation_does_not_know(self) -> None:
         declared = b.declared(eos_token_ids=(2,), generation={"eos": (2, 3)})
-        finding = only(special_token_disagreement(declared, b.tables(), b.vocabulary(special_ids={"eos": 7})))
+        finding = only(special_token_disagreement(declared, b.tables(), b.vocabulary(special_ids={"eos": 7}), NOTHING))
         assert finding.severity is Severity.WARNING
         assert finding.where.token_id == 7
 
     def test_several_stop_ids_with_the_tokenizers_own_among_them(self) -> None:
         declared = b.declared(eos_token_ids=(2,), generation={"eos": (2, 7)})
-        assert isinstance(special_token_disagreement(declared, b.tables(), b.vocabulary(special_ids={"eos": 7})), Clear)
+        assert isinstance(
+            special_token_disagreement(declared, b.tables(), b.vocabulary(special_ids={"eos": 7}), NOTHING), Clear
+        )
 
     def test_pad_equal_to_eos_is_healthy(self) -> None:
         declared = b.declared(eos_token_ids=(2,), pad_token_ids=(2,))
         assert isinstance(
-            special_token_disagreement(declared, b.tables(), b.vocabulary(special_ids={"eos": 2, "pad": 2})), Clear
+            special_token_disagreement(declared, b.tables(), b.vocabulary(special_ids={"eos": 2, "pad": 2}), NOTHING), Clear
         )
 
     def test_bos_that_differs_is_a_note(self) -> None:
         declared = b.declared(bos_token_ids=(1,))
-        finding = only(special_token_disagreement(declared, b.tables(), b.vocabulary(special_ids={"bos": 5})))
+        finding = only(special_token_disagreement(declared, b.tables(), b.vocabulary(special_ids={"bos": 5}), NOTHING))
         assert finding.severity is Severity.NOTE
 
     def test_no_tokenizer_is_unknown_not_clear(self) -> None:
-        assert isinstance(special_token_disagreement(b.declared(eos_token_ids=(2,)), b.tables(), NOTHING), Unknown)
-        assert isinstance(special_token_disagreement(b.declared(), b.tables(), NOTHING), NotApplicable)
+        assert isinstance(special_token_disagreement(b.declared(eos_token_ids=(2,)), b.tables(), NOTHING, NOTHING), Unknown)
+        assert isinstance(special_token_disagreement(b.declared(), b.tables(), NOTHING, NOTHING), NotApplicable)
+
+    def test_a_model_that_never_generates_gets_a_note(self) -> None:
+        declared = b.declared(eos_token_ids=(50256,))
+        said = special_token_disagreement(declared, b.tables(33), b.vocabulary(33), b.tie(Tie.NO_HEAD))
+        assert only(said).severity is Severity.NOTE
+        assert only(special_token_disagreement(declared, b.tables(33), b.vocabulary(33), b.tie(Tie.TIED))).severity is None
 
 
 class TestBrokenTie:
@@ -125,6 +135,17 @@ class TestBrokenTie:
         for kind in (Tie.TIED, Tie.UNTIED):
             assert isinstance(broken_tie(b.tables(64, 64), b.tie(kind)), Clear)
         assert isinstance(broken_tie(b.tables(), b.tie(Tie.NO_HEAD)), NotApplicable)
+
+    def test_only_a_comparison_has_power(self) -> None:
+        def power(tables: Tables, **more: object) -> Power | None:
+            said = broken_tie(tables, b.tie(Tie.UNTIED, **more))
+            assert isinstance(said, Clear)
+            return said.power
+
+        assert power(b.tables(64, 64)) is None
+        assert power(b.tables(64, 64), num_different_rows=0) is not None
+        assert power(b.tables(64, 64), first_different_row=0) is not None  # stopped at the first difference
+        assert power(b.tables(64)) is not None
 
 
 class TestNonfiniteWeights:
@@ -170,8 +191,9 @@ class TestShrunkTable:
 
 
 def dead(inputs: InputRows, ids: list[int], kind: TrainingKind = TrainingKind.FULL, **more: object) -> Answer:
-    given: dict[str, object] = {"template": b.template(ids), "vocabulary": NOTHING, "stored": NOTHING, **more}
-    return dead_template_rows(inputs, given["template"], given["vocabulary"], given["stored"], b.plan(kind))
+    given: dict[str, object] = {"template": b.template(ids), "vocabulary": NOTHING, "declared": NOTHING, "stored": NOTHING}
+    given |= more
+    return dead_template_rows(inputs, given["template"], given["vocabulary"], given["declared"], given["stored"], b.plan(kind))
 
 
 class TestDeadTemplateRows:
@@ -198,6 +220,10 @@ class TestDeadTemplateRows:
     def test_dead_rows_outside_the_template_are_silent(self) -> None:
         evidence = b.inputs({3: 0.0, 9: 1e-30}, groups=[(7, 8)])
         assert isinstance(dead(evidence, [4, 5], TrainingKind.LORA), Clear)
+
+    def test_a_zero_row_that_padding_idx_keeps_is_told_elsewhere(self) -> None:
+        declared = b.declared(pad_token_ids=(3,))
+        assert isinstance(dead(b.inputs({3: 0.0}), [3], TrainingKind.LORA, declared=declared), Clear)
 
     def test_small_but_living_rows_are_silent(self) -> None:
         assert isinstance(dead(b.inputs({3: 1e-3}), [3], TrainingKind.LORA), Clear)

@@ -93,10 +93,10 @@ def test_a_plugin_that_cannot_load_is_told_whatever_is_selected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     text, expected = BROKEN[fault]
-    (tmp_path / "acme_broken.py").write_text(text, encoding="utf-8")
+    (tmp_path / "acme_broken_by_us.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "acme_broken", raising=False)
-    entry = importlib.metadata.EntryPoint(name="acme", value="acme_broken", group="ghoststep.checks")
+    monkeypatch.delitem(sys.modules, "acme_broken_by_us", raising=False)
+    entry = importlib.metadata.EntryPoint(name="acme", value="acme_broken_by_us", group="ghoststep.checks")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
     registry = load()
     (plugin,) = registry.broken_plugins

@@ -236,3 +236,19 @@ def test_no_config_at_all_and_a_broken_one() -> None:
         declared(Files({}))
     with pytest.raises(CannotLook, match="not valid JSON"):
         declared(Files({"config.json": CannotLook("config.json is not valid JSON")}))
+
+
+def test_further_table_sizes_are_listed_with_their_key() -> None:
+    values = {"vocab_size": 50277, "d_model": 8, "embedding_size": 50304, "ssm_cfg": {"pad_vocab_size_multiple": 8}}
+    found = from_config({**values, "vision_config": {"vocab_size": 16384}}, file="config.json")
+    assert found.table_sizes == {
+        50304: "embedding_size",
+        50280: "vocab_size 50277 rounded up to ssm_cfg.pad_vocab_size_multiple 8",
+    }
+    assert from_config({"pad_vocab_size_multiple": 8}, file="config.json").table_sizes == {}
+
+
+@pytest.mark.parametrize("value", ["8", 0, -8, 1 << 40, True, 8.0, [8], {}, None])
+def test_unusable_table_sizes_are_passed_over(value: object) -> None:
+    for key in ("embedding_size", "pad_vocab_size_multiple", "make_vocab_size_divisible_by", "additional_vocab_size"):
+        assert from_config({"vocab_size": 64, key: value, "model_parallel_size": value}, file="config.json").table_sizes == {}

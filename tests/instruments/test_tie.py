@@ -56,7 +56,11 @@ class Model:
     """A checkpoint of a few arrays."""
 
     def __init__(
-        self, arrays: Mapping[str, NDArray[np.generic]], container: str = "safetensors", base: str | None = None
+        self,
+        arrays: Mapping[str, NDArray[np.generic]],
+        container: str = "safetensors",
+        base: str | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
         kinds = {"float32": "f32", "float16": "f16", "uint16": "bf16", "uint8": "q8_0"}
         infos = {
@@ -65,6 +69,10 @@ class Model:
         }
         self.stores = {n: Rows(info=infos[n], values=a) for n, a in arrays.items() if a.ndim == 2}
         self.stored = StoredTensors(format=container, tensors=infos, base_model=base)
+        self.files = dict(files or {})
+
+    def read_bytes(self, file: str, **_: object) -> bytes | None:
+        return self.files.get(file)
 
     def rows(self, name: str) -> Rows:
         return self.stores[name]
@@ -78,8 +86,9 @@ def judge(
     config: bool = True,
     container: str = "safetensors",
     base: str | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> TieState:
-    model = Model(arrays, container, base)
+    model = Model(arrays, container, base, files)
     values: dict[str, object] = {"vocab_size": R, "hidden_size": D, "architectures": list(architectures)}
     values.update({} if flag is None else {"tie_word_embeddings": flag})
     declared = from_config(values, file="config.json") if config else Missing(reason="no config")
@@ -208,8 +217,41 @@ def test_other_row_counts(table: NDArray[np.float32]) -> None:
 def test_other_dims_cannot_be_one_table(table: NDArray[np.float32]) -> None:
     wide = np.concatenate([table, table], axis=1)
     found = judge({EMBED: wide, HEAD: table}, True)
-    assert found.tie is Tie.UNTIED
-    assert "32 and 16 dims" in found.reason
+    assert (found.tie, found.num_different_rows, found.first_different_row) == (Tie.BROKEN_FLAG_TRUE, R, 0)
+    assert "cannot be one table, with 32 and 16 dims" in found.reason
+    for flag in (False, None):
+        other = judge({EMBED: wide, HEAD: table}, flag)
+        assert (other.tie, other.num_different_rows) == (Tie.UNTIED, None)
+        assert "not compared: 32 and 16 dims" in other.reason
+
+
+def test_packed_table_of_other_dims_is_no_proof(table: NDArray[np.float32]) -> None:
+    with pytest.raises(CannotLook, match="cannot be compared"):
+        judge({EMBED: table, HEAD: np.zeros((R, D // 2), np.uint8)}, True)
+
+
+POOLED = b'[{"type": "sentence_transformers.models.Transformer"}, {"type": "sentence_transformers.models.Pooling"}]'
+SPARSE = (
+    b'[{"type": "sentence_transformers.sparse_encoder.models.MLMTransformer"},'
+    b' {"type": "sentence_transformers.sparse_encoder.models.SpladePooling"}]'
+)
+
+
+@pytest.mark.parametrize("flag", [True, False, None])
+def test_an_embedding_model_whatever_its_architecture_says_uses_no_head(table: NDArray[np.float32], flag: bool | None) -> None:
+    found = judge({EMBED: table}, flag, files={"modules.json": POOLED})
+    assert found.tie is Tie.NO_HEAD
+    assert "modules.json pools the backbone's output" in found.reason
+
+
+@pytest.mark.parametrize("content", [SPARSE, b"", b"{}", b'["Pooling"]', b'[{"type": 3}]', b"[", b"\xff", b"[" * 100_000])
+def test_other_lists_of_modules_prove_nothing(table: NDArray[np.float32], content: bytes) -> None:
+    assert judge({EMBED: table}, False, files={"modules.json": content}).tie is Tie.BROKEN_HEAD_MISSING
+
+
+def test_a_stored_head_is_judged_beside_a_list_of_modules(table: NDArray[np.float32]) -> None:
+    found = judge({EMBED: table, HEAD: changed(table, 7)}, True, files={"modules.json": POOLED})
+    assert found.tie is Tie.BROKEN_FLAG_TRUE
 
 
 def test_packed_table_cannot_be_compared(table: NDArray[np.float32]) -> None:

@@ -199,6 +199,13 @@ def whole_zoo(names: list[str] | None = None) -> Iterator[Exhibit | tuple[str, s
             yield name, f"{type(error).__name__}: {str(error)[:150]}"
 
 
+class NoFiles:
+    """The place of a checkpoint with no file beside its weights."""
+
+    def read_bytes(self, file: str, **_: object) -> None:
+        """There is none."""
+
+
 def score(exhibit: Exhibit) -> tuple[str, ...]:
     """What the instruments get wrong about this exhibit, in words; () when all is right. Judged with and without the config."""
     from ghoststep.errors import CannotLook
@@ -222,8 +229,8 @@ def score(exhibit: Exhibit) -> tuple[str, ...]:
             output = found.output.tensor.name if found.output else None
             if exhibit.has_input_getter and output not in (exhibit.output_name, *exhibit.output_aliases):
                 misses.append(f"{how}: output {output}, truth {exhibit.output_name}")
-            if found.output is None:  # nothing to read: no checkpoint is needed
-                state = tie_state(None, exhibit.stored, found, declared)
+            if found.output is None:  # no table has to be read
+                state = tie_state(NoFiles(), exhibit.stored, found, declared)
                 if state.tie in (Tie.BROKEN_FLAG_TRUE, Tie.BROKEN_HEAD_MISSING):
                     misses.append(f"{how}: a healthy tie called broken: {state.reason}")
         try:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save, save_file
+from tests.local_hub import need_loopback
 from tests.subjects.raw_files import MemorySource
 
 from ghoststep.errors import CannotLook, SubjectError
@@ -278,6 +279,7 @@ if __name__ == "__main__":
 
 
 def test_chunks_of_two_ranks_make_one_table(tmp_path: Path) -> None:
+    need_loopback()  # gloo connects its ranks over it
     script = tmp_path / "save.py"
     script.write_text(_SHARDED_SAVE)
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, capture_output=True, timeout=120)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ghoststep.cli.options import split, want_color, width, write
+from ghoststep.cli.options import split, stdout_is_terminal, want_color, width, write
 from ghoststep.errors import UsageError
 
 
 def check(
     subjects: Annotated[
-        list[str], typer.Argument(metavar="SUBJECT...", help="A checkpoint folder or file, or hf:org/name\\[@revision].")
+        list[str],
+        typer.Argument(
+            metavar="SUBJECT...",
+            help="A checkpoint folder or file, hf:org/name\\[@revision], or path.py:function (a setup: model, batch, loss, ...).",
+        ),
     ],
     training: Annotated[
         str | None, typer.Option(help="full, lora, frozen-embeddings or rl: decides which findings are dangers. \\[full]")
@@ -38,9 +41,10 @@ def check(
     ] = None,
     seed: Annotated[int, typer.Option(help="Same subjects and seed: same report.")] = 0,
     offline: Annotated[bool, typer.Option("--offline", help="Never touch the network.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="A setup may cost at most about three training steps.")] = False,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="What is not measured by then is unknown.")] = None,
 ) -> None:
-    """Look at a checkpoint's files and say what in its tables and tokenizer will hurt training. Builds no model."""
+    """Look at a checkpoint's files, or at a setup (model, batch, loss, optimizer), and say what will hurt training."""
     from ghoststep import api, report
     from ghoststep import config as configuration
 
@@ -62,7 +66,7 @@ def check(
         offline=offline,
         timeout_seconds=timeout,
     )
-    result = api.run(api.open_subjects(subjects, offline=offline), settings)
-    color = output is None and want_color(sys.stdout.isatty())
+    result = api.run(api.open_subjects(subjects, offline=offline, fast=fast), settings)
+    color = output is None and want_color(stdout_is_terminal())
     write(report.render(result, format, color=color, width=width()), output)
     raise typer.Exit(result.exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -37,7 +38,27 @@ def write(text: str, output: Path | None) -> None:
         except OSError as error:
             raise UsageError(f"--output {output}: cannot be written: {error.strerror}") from error
         return
+    if sys.stdout is None:
+        raise UsageError("there is no standard output to write to; give --output FILE")
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    if not text.endswith("\n"):
-        sys.stdout.write("\n")
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        if not text.endswith("\n"):
+            sys.stdout.write("\n")
+        sys.stdout.flush()  # now, while a full disk can still be told
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _abandon_stdout()
+        raise UsageError(f"the report could not be written to standard output: {error.strerror}") from error
+
+
+def _abandon_stdout() -> None:
+    """Python flushes again at exit and would fail again, with another exit code."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def stdout_is_terminal() -> bool:
+    """False also when there is no standard output at all."""
+    return sys.stdout is not None and sys.stdout.isatty()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 from ghoststep.catalogue import CheckPage
-from ghoststep.cli.options import want_color, width, write
+from ghoststep.cli.options import stdout_is_terminal, want_color, width, write
 from ghoststep.report.explain import render_explain
 
 
 def show(page: CheckPage) -> None:
     """Print it in the terminal's width and colours."""
-    write(render_explain(page, color=want_color(sys.stdout.isatty()), width=width()), None)
+    write(render_explain(page, color=want_color(stdout_is_terminal()), width=width()), None)

@@ -30,6 +30,7 @@ class BatchFacts(Evidence):
     supervised_per_batch: labels that are not negative in each batch of the setup; empty when the batches carry no labels.
     pad_id, bos_id, eos_ids: from the setup, its tokenizer, or the model's configs, in this order; None or empty if unknown.
     special_ids: ids of the tokenizer's special and added tokens.
+    intent: the setup's declared intent ("causal", "masked", ...), or None.
     adds_bos: the tokenizer puts bos_id in front of a text by itself; None without a tokenizer or bos_id.
     """
 
@@ -50,3 +51,4 @@ class BatchFacts(Evidence):
     eos_ids: tuple[int, ...] = ()
     special_ids: frozenset[int] = frozenset()
     adds_bos: bool | None = None
+    intent: str | None = None

@@ -64,8 +64,10 @@ class Influence(Evidence):
     trained_future / trained_future_gradient: the strongest future on positions that carry loss (None: nothing looked at).
     floor: relative swap influence below which a reading is rounding. past: the smallest influence of the own past that was
         seen, over the typical norm of a hidden state (power): a clear needs past > floor. num_past: pairs behind it.
-    near_past: (visible, looked at): positions that see the token right before them, in the same document.
-    order_change: change when two earlier tokens change places, over that when one is replaced; None: not looked at.
+    near_past: (visible, looked at): positions that see the token right before them, in the same document. blind_example:
+        (example, position) in an example where every position looked at sees none of its past, or None.
+    order_change: change when two earlier tokens change places, over that when they are replaced (None: not looked at);
+        order_floor: the ratio that rounding alone can reach.
     has_attention: an attention operation, or a softmax over positions, ran. probes_perturbed: zero-initialised parameters were
         perturbed for power (and put back). nothing_visible: (example, position) of real tokens whose keys were all masked, or
         whose output alone is NaN. is_causal_by_measure: no real position moved with a later one above the floor.
@@ -88,6 +90,7 @@ class Influence(Evidence):
     near_past: tuple[int, int]
     blind_example: tuple[int, int] | None
     order_change: float | None
+    order_floor: float
     has_attention: bool
     probes_perturbed: bool
     nothing_visible: tuple[tuple[int, int], ...]

@@ -27,7 +27,9 @@ class AcceptanceUse(Evidence):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolRun(Evidence):
-    """What the run itself was like. `broken_plugins` maps a plugin's name to the reason it failed to load."""
+    """What the run itself was like. `broken_plugins` maps a plugin's name to the reason it failed to load; `num_plugins` counts
+    the packages of further checks that are installed."""
 
     acceptances: tuple[AcceptanceUse, ...] = ()
     broken_plugins: tuple[tuple[str, str], ...] = ()
+    num_plugins: int = 0

@@ -237,8 +237,9 @@ class ContrastiveProbe(Evidence):
 
     num_examples: B. floor: the smallest loss that any embeddings of the model's kind reached. collapsed: the loss when all
     embeddings are equal (ln B for InfoNCE). is_normalised: the embeddings have one norm, so their scale is not free.
-    scale: d(loss)/d(cosine) based estimate of the logit scale, NaN if it could not be told.
-    duplicates: (example i, example j, weight): j's target inputs equal i's, and the loss pushes i away from them.
+    scale: the logit scale of a softmax over cosines, NaN for other losses.
+    duplicates: (example i, example j): the target of j has the token ids of i's own positive, and the loss pushes i away from it.
+    duplicates_looked_at: False where token ids could not be matched to embeddings.
     """
 
     num_examples: int
@@ -252,17 +253,26 @@ class ContrastiveProbe(Evidence):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRows(Evidence):
-    """Output rows that were added to a trained head, against the others. mean_logit: over the positions of the first batch.
+    """Output rows of the tokens added at the end of the vocabulary, against the rows before them, on the first batch.
 
-    first_row: where the added rows start. share: softmax mass they take on the batch; expected_share: their share of the rows.
+    first_row, num_rows: the added rows. mean_logit_new / mean_logit_old: mean logits over positions (and rows); spread_old: mean
+    standard deviation of the others. share: softmax mass of the added rows, a mean over positions that none of them follows.
+    norm_new / norm_old: mean L2 norm of the output rows (NaN: not measured). num_classes: V.
     """
 
     first_row: int
     num_rows: int
+    num_classes: int
     mean_logit_new: float
     mean_logit_old: float
     spread_old: float
     share: float
-    is_zero: bool
     norm_new: float
     norm_old: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipBound(Evidence):
+    """The bound that the setup hands to gradient clipping (L2 norm); may be NaN, negative or inf."""
+
+    max_grad_norm: float

@@ -26,6 +26,8 @@ class Tie(enum.Enum):
     UNTIED = "untied"
     BROKEN_FLAG_TRUE = "declared tied, stored as two different tables"
     BROKEN_HEAD_MISSING = "declared untied, head not stored"
+    DRIFTING = "declared tied, two equal tables that train apart"
+    """Only a live model shows this: equal now, in separate storage, and at least one of them is trained."""
     NO_HEAD = "no output head"
 
 
@@ -54,7 +56,8 @@ class TieState(Evidence):
 
     It is also None where counting stopped at the first difference, because the flag does not claim that they are equal.
 
-    `declared` is the flag (None: not in the config). `first_different_row` is the lowest differing row.
+    `declared` is the flag (None: not in the config, or the model's class ignores it). `first_different_row` is the lowest
+    differing row. `num_trainable_tables` counts the tables that a live model trains (None from files).
     """
 
     tie: Tie
@@ -62,3 +65,4 @@ class TieState(Evidence):
     declared: bool | None
     num_different_rows: int | None = None
     first_different_row: int | None = None
+    num_trainable_tables: int | None = None

@@ -27,6 +27,10 @@ _NO_PART = re.compile(r"quantization|rope|generation|label|sampl|task_specific|a
 _MULTIPLIER = re.compile(
     r"^(?:mup_)?(?:scale_emb(?:ed(?:ding)?s?)?|(?:input_)?emb(?:ed(?:ding)?s?)?_(?:multiplier|scale)(?:_scale)?)$"
 )
+_TABLE_SIZE = re.compile(r"vocab|^embedding_size$")
+_MULTIPLE = re.compile(r"multiple|divisible")
+_ON_TOP = re.compile(r"additional|extra|added")
+_TENSOR_PARALLEL = ("tensor_model_parallel_size", "model_parallel_size", "tensor_parallel_size")
 MAX_DEPTH, MAX_PARTS = 5, 200
 
 
@@ -151,6 +155,43 @@ def _text_preference(part: Part) -> tuple[bool, bool, bool, int, int]:
     has_hidden = any(key in part.values for key in HIDDEN_KEYS)
     other = _OTHER_MODALITY.search(part.path) is not None
     return other, not has_hidden, _TEXT.search(part.path) is None, part.path.count("."), -max(sizes, default=0)
+
+
+def table_sizes(config: Mapping[str, object], vocab: tuple[int, str] | None) -> dict[int, str]:
+    """Numbers of table rows that a config declares beside its vocabulary size, with the key that says so.
+
+    Three ways of writing them: a size of its own ("padded_vocab_size", the vocab_size of an inner text config), rows on top
+    ("additional_vocab_size"), and a multiple that the vocabulary size is rounded up to ("pad_vocab_size_multiple",
+    "make_vocab_size_divisible_by", the latter times the tensor-parallel size where that is given).
+    """
+    found: dict[int, str] = {}
+    for part in parts(config):
+        if _OTHER_MODALITY.search(part.path):
+            continue
+        for key, value in part.values.items():
+            if not isinstance(key, str) or not _TABLE_SIZE.search(key) or (vocab is not None and part.place(key) == vocab[1]):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_VOCAB:
+                continue
+            place = part.place(key)
+            if _MULTIPLE.search(key):
+                if vocab is not None:
+                    for size, words in _rounded(part, key, value, vocab):
+                        found.setdefault(size, words)
+                continue
+            found.setdefault(value, place)
+            if vocab is not None and _ON_TOP.search(key):
+                found.setdefault(vocab[0] + value, f"{vocab[1]} {vocab[0]} + {place} {value}")
+    return found
+
+
+def _rounded(part: Part, key: str, multiple: int, vocab: tuple[int, str]) -> Iterator[tuple[int, str]]:
+    for tensor_parallel in (None, *_TENSOR_PARALLEL):
+        ranks = 1 if tensor_parallel is None else part.values.get(tensor_parallel)
+        if isinstance(ranks, int) and not isinstance(ranks, bool) and 1 <= ranks <= 1 << 12:
+            step = multiple * ranks
+            times = "" if tensor_parallel is None else f" x {tensor_parallel} {ranks}"
+            yield -(-vocab[0] // step) * step, f"{vocab[1]} {vocab[0]} rounded up to {part.place(key)} {multiple}{times}"
 
 
 def multiplier(reader: Reader, part: Part, hidden: int | None) -> tuple[float, str] | None:

@@ -22,6 +22,7 @@ from ghoststep.instruments.config_values import (
     Part,
     Reader,
     multiplier,
+    table_sizes,
     text_part,
 )
 from ghoststep.instruments.layer_lists import layer_kinds
@@ -67,16 +68,17 @@ def from_config(config: Mapping[str, object], *, file: str, generation: Mapping[
     tie, tie_key = _tie(reader, root, text)
     scale = _first(multiplier(reader, p, hidden[0] if hidden else None) for p in order)
     kinds = layer_kinds(text.values, layers[0] if layers else None)
-    ids = {role: next(filter(None, (reader.ids(p, f"{role}_token_id") for p in order)), ()) for role in ROLES}
+    roles = (*ROLES, "decoder_start")
+    ids = {role: next(filter(None, (reader.ids(p, f"{role}_token_id") for p in order)), ()) for role in roles}
     later = Reader(file="generation_config.json")
     given = Part(path="", values=generation or {})
-    roles = (*ROLES, "decoder_start")
     return Declared(
         file=file,
         model_type=reader.text(root, "model_type"),
         architectures=reader.texts(root, "architectures") or reader.texts(text, "architectures"),
         vocab_size=vocab[0] if vocab else None,
         vocab_size_key=vocab[1] if vocab else None,
+        table_sizes=table_sizes(config, vocab),
         hidden_size=hidden[0] if hidden else None,
         num_layers=layers[0] if layers else None,
         tie_word_embeddings=tie,
@@ -84,6 +86,7 @@ def from_config(config: Mapping[str, object], *, file: str, generation: Mapping[
         bos_token_ids=ids["bos"],
         eos_token_ids=ids["eos"],
         pad_token_ids=ids["pad"],
+        decoder_start_token_ids=ids["decoder_start"],
         generation={role: found for role in roles if (found := later.ids(given, f"{role}_token_id"))},
         embedding_multiplier=scale[0] if scale else None,
         embedding_multiplier_key=scale[1] if scale else None,
@@ -171,6 +174,7 @@ def from_gguf(metadata: Mapping[str, object], *, file: str = "GGUF metadata") ->
         bos_token_ids=ids["bos"],
         eos_token_ids=eos,
         pad_token_ids=ids["pad"],
+        decoder_start_token_ids=reader.ids(part, "decoder_start_token_id"),
         embedding_multiplier=scale[0] if scale else None,
         embedding_multiplier_key=scale[1] if scale else None,
         layer_kinds=_gguf_kinds(own, layers[0] if layers else None),

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ghoststep.errors import CannotLook
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.checkpoint import Declared, StoredTensors, Table, Tables, TensorInfo
+from ghoststep.evidence.checkpoint import Declared, StoredTensors, Table, Tables, TensorInfo, fits_vocabulary
 from ghoststep.instruments.table_score import (
     INPUT_THRESHOLD,
     MIN_TABLE_ROWS,
@@ -22,7 +22,6 @@ from ghoststep.instruments.table_score import (
     Sizes,
     as_input,
     as_output,
-    fits_vocabulary,
     known_sizes,
 )
 from ghoststep.instruments.tensor_names import STRONG_INPUT, STRONG_OUTPUT, WEAK_OUTPUT, Name, layer_of, parse

@@ -35,14 +35,14 @@ _FEED_FORWARD = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """For one layer: the name that proves a recurrence, and the name that proves attention; None where there is none."""
+class LayerProof:
+    """For one layer: the parameter that proves a recurrence, and the one that proves attention; None where there is none."""
 
     recurrent: str | None
     attention: str | None
 
 
-def layer_evidence(rests: Sequence[str]) -> Evidence:
+def layer_proof(rests: Sequence[str]) -> LayerProof:
     """Judge one layer by the names of its parameters (below "layers.N."). Cost: linear in the number of parameters."""
     paths = [rest.split(".") for rest in rests]
     proofs = sorted((path for path in paths if _holds(path, _RECURRENT_PART)), key=_conviction)
@@ -63,8 +63,8 @@ def layer_evidence(rests: Sequence[str]) -> Evidence:
                 beside = not any(r == at or r.startswith(f"{at}.") for r in recurrent)
                 beside = beside and not any(at == m or at.startswith(f"{m}.") for m in modules)
             if beside:
-                return Evidence(recurrent=next(iter(recurrent.values()), None), attention=".".join(path))
-    return Evidence(recurrent=next(iter(recurrent.values()), None), attention=None)
+                return LayerProof(recurrent=next(iter(recurrent.values()), None), attention=".".join(path))
+    return LayerProof(recurrent=next(iter(recurrent.values()), None), attention=None)
 
 
 def _conviction(path: Sequence[str]) -> bool:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ghoststep.evidence.checkpoint import Declared, StoredTensors, Table, TensorInfo
+from ghoststep.evidence.checkpoint import Declared, StoredTensors, Table, TensorInfo, fits_vocabulary
 from ghoststep.instruments.declared import text_sizes
-from ghoststep.instruments.packing import unreadable_reason
+from ghoststep.instruments.packing import unpacked_shape, unreadable_reason
 from ghoststep.instruments.tensor_names import STRONG_INPUT, STRONG_OUTPUT, WEAK_INPUT, WEAK_OUTPUT, Name, is_modality
 
 MIN_TABLE_ROWS = 16
@@ -41,6 +41,7 @@ class Candidate:
     score: int
     words: tuple[str, ...]
     unreadable: str | None = None
+    rows_measured: bool = True
 
     @property
     def reason(self) -> str:
@@ -51,7 +52,13 @@ class Candidate:
         """The table this candidate is."""
         reason = ", ".join(filter(None, (self.reason, extra)))
         return Table(
-            tensor=self.tensor, role=role, num_rows=self.rows, num_dims=self.dims, reason=reason, unreadable=self.unreadable
+            tensor=self.tensor,
+            role=role,
+            num_rows=self.rows,
+            num_dims=self.dims,
+            reason=reason,
+            unreadable=self.unreadable,
+            rows_measured=self.rows_measured,
         )
 
 
@@ -79,7 +86,8 @@ def as_input(tensor: TensorInfo, name: Name, sizes: Sizes, stored: StoredTensors
         score, words = 2, [f"named …{name.own}.{name.leaf}"]
     elif STRONG_OUTPUT.match(name.own) or WEAK_OUTPUT.match(name.own):
         score, words = -4, [f"named like a head (…{name.own}.{name.leaf})"]
-    unreadable, rows, dims = _packed(tensor, name, sizes, stored)
+    shape = logical_shape(tensor, name, sizes, stored)
+    unreadable, rows, dims = shape.unreadable, shape.rows, shape.dims
     row_score, row_words = _row_evidence(rows, sizes.vocab, unreadable is not None)
     dim_score, dim_words = _dim_evidence(dims, sizes, unreadable is not None)
     if rows < MIN_TABLE_ROWS:
@@ -90,7 +98,14 @@ def as_input(tensor: TensorInfo, name: Name, sizes: Sizes, stored: StoredTensors
     words = [*words, row_words, dim_words]
     total = score + row_score + dim_score
     return Candidate(
-        tensor=tensor, name=name, rows=rows, dims=dims, score=total, words=tuple(filter(None, words)), unreadable=unreadable
+        tensor=tensor,
+        name=name,
+        rows=rows,
+        dims=dims,
+        score=total,
+        words=tuple(filter(None, words)),
+        unreadable=unreadable,
+        rows_measured=shape.is_measured,
     )
 
 
@@ -105,22 +120,33 @@ def _against(name: Name) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def _packed(tensor: TensorInfo, name: Name, sizes: Sizes, stored: StoredTensors) -> tuple[str | None, int, int]:
-    """Why the values cannot be read, and the logical shape: a packed tensor's own shape does not say it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The logical shape of a table, why its values cannot be read (None if they can), and whether the storage shows the shape."""
+
+    unreadable: str | None
+    rows: int
+    dims: int
+    is_measured: bool
+
+
+def logical_shape(tensor: TensorInfo, name: Name, sizes: Sizes, stored: StoredTensors) -> Shape:
+    """[table rows, dims] behind a stored matrix: its own shape, or what a packed one holds.
+
+    Where the packing is not understood, the declared vocabulary size stands in, so that a table by name is still found; the
+    shape then counts as not measured, and nothing may be concluded from it.
+    """
     rows, dims = tensor.shape
     unreadable = unreadable_reason(tensor, name, stored)
     if unreadable is None:
-        return None, rows, dims
-    if rows == sizes.vocab or sizes.vocab is None:
-        return unreadable, rows, sizes.hidden or dims
+        return Shape(unreadable=None, rows=rows, dims=dims, is_measured=True)
+    hiddens = tuple(dict.fromkeys((*((sizes.hidden,) if sizes.hidden else ()), *sizes.config)))
+    measured = unpacked_shape(tensor, name, stored, hiddens=hiddens, vocab=sizes.vocab)
+    if measured is not None:
+        return Shape(unreadable=unreadable, rows=measured[0], dims=measured[1], is_measured=True)
     named = STRONG_INPUT.match(name.own) or STRONG_OUTPUT.match(name.own)
-    return unreadable, sizes.vocab if named else rows, sizes.hidden or dims
-
-
-def fits_vocabulary(rows: int, vocab: int) -> bool:
-    """True if a table of `rows` can serve `vocab` tokens: exactly, or with a plausible number of alignment rows."""
-    most = vocab + vocab // 20 + min(1024, vocab // 4)
-    return vocab <= rows <= most or (vocab <= rows < vocab + 128 and rows % 64 == 0)
+    assumed = sizes.vocab if named and sizes.vocab is not None else rows
+    return Shape(unreadable=unreadable, rows=assumed, dims=sizes.hidden or dims, is_measured=False)
 
 
 def _row_evidence(rows: int, vocab: int | None, packed: bool) -> tuple[int, str]:
@@ -132,7 +158,8 @@ def _row_evidence(rows: int, vocab: int | None, packed: bool) -> tuple[int, str]
         return 4, f"{rows} table rows = vocab_size"
     if fits_vocabulary(rows, vocab):
         return 3, f"{rows} table rows = vocab_size {vocab} + {rows - vocab}"
-    return -2, f"{rows} table rows where vocab_size is {vocab}"
+    cut_short = fits_vocabulary(vocab, rows)  # still the table, and to be told it has to be found
+    return 1 if cut_short else -2, f"{rows} table rows where vocab_size is {vocab}"
 
 
 def _dim_evidence(dims: int, sizes: Sizes, packed: bool) -> tuple[int, str]:
@@ -149,7 +176,8 @@ def _dim_evidence(dims: int, sizes: Sizes, packed: bool) -> tuple[int, str]:
 
 def as_output(tensor: TensorInfo, name: Name, chosen: Candidate, sizes: Sizes, stored: StoredTensors) -> Candidate:
     """Score > 0 means: an output head for the same vocabulary as `chosen`."""
-    unreadable, rows, dims = _packed(tensor, name, sizes, stored)
+    shape = logical_shape(tensor, name, sizes, stored)
+    unreadable, rows, dims = shape.unreadable, shape.rows, shape.dims
     strong, weak = STRONG_OUTPUT.match(name.own), WEAK_OUTPUT.match(name.own)
     parents = name.module.lower().split(".")[:-1]
     headed = any(STRONG_OUTPUT.match(p) or p in ("cls", "generator", "mlm", "vocab") for p in parents)
@@ -181,4 +209,13 @@ def as_output(tensor: TensorInfo, name: Name, chosen: Candidate, sizes: Sizes, s
         score = 3
     words.append(f"{rows} table rows" + (" as the input table" if rows == chosen.rows else ""))
     words.append(f"{dims} dims" + (" as the input table" if dims == chosen.dims else ""))
-    return Candidate(tensor=tensor, name=name, rows=rows, dims=dims, score=score, words=tuple(words), unreadable=unreadable)
+    return Candidate(
+        tensor=tensor,
+        name=name,
+        rows=rows,
+        dims=dims,
+        score=score,
+        words=tuple(words),
+        unreadable=unreadable,
+        rows_measured=shape.is_measured,
+    )

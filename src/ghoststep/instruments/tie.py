@@ -3,12 +3,13 @@
 What loading does with each case was read in transformers 5.24 (`PreTrainedModel.tie_weights`): a class ties when the flag of its
 own config is true; with both tables stored it ties only if they are equal, else it warns and keeps both (older releases
 overwrite the head by the input table without a word); a class that names no tied parameters ignores the flag (seen for four of
-its recurrent classes: the flag is saved as true beside two tables); a head that is neither tied nor stored starts from random
-values.
+its recurrent classes, and in six other default configs: the flag is saved as true beside two tables);
+a head that is neither tied nor stored starts from random values.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ _BARE_FIRST = re.compile(
     r"^(?:embeddings?|embed_tokens|wte|word_embeddings|shared|tok_embeddings|token_embd|embed_in|encoder|decoder|0|auto_model)$"
 )
 _OTHER_HEAD = re.compile(r"\b(?:score|classifier|classification_head|v_head|value_head|reward\w*|qa_outputs)\b")
+MODULES_FILE = "modules.json"
 _FIRST_BLOCK_BYTES, _BLOCK_BYTES = 1 << 16, 1 << 24
 """The first block is small: two tables that differ usually differ at once, and over a network that is all that is read."""
 
@@ -59,14 +61,15 @@ def tie_state(checkpoint: Checkpoint, stored: StoredTensors, tables: Tables, dec
     """Judge flag × tensors × equality; see `Tie` for the answers. No flag in the config: the tensors decide.
 
     Where the flag is true and two tables are stored, both are read whole and differing table rows counted; otherwise reading
-    stops at the first difference (`num_different_rows` is then None). NaN equals NaN of the same bits. Raises `CannotLook`
-    when the flag is true and the tables cannot be compared (packed, or block types that differ).
+    stops at the first difference (`num_different_rows` is then None). NaN equals NaN of the same bits. Tables of other dims
+    differ in every row. Raises `CannotLook` when the flag is true and the tables cannot be compared (packed, or block types that
+    differ). A head that the flag promises is not missed where modules.json pools the backbone's output (sentence-transformers).
     """
     facts = declared if isinstance(declared, Declared) else None
     flag = facts.tie_word_embeddings if facts is not None else None
     place = _flag_words(facts)
     if tables.output is None:
-        tie, reason = _without_head(stored, tables, facts, flag, place)
+        tie, reason = _without_head(checkpoint, stored, tables, facts, flag, place)
         return TieState(tie=tie, reason=reason, declared=flag)
     if STRONG_INPUT.match(parse(tables.output.tensor.name).own):
         return _with_decoder_table(checkpoint, stored, tables, facts, flag, place)
@@ -82,7 +85,7 @@ def _flag_words(facts: Declared | None) -> str:
 
 
 def _without_head(
-    stored: StoredTensors, tables: Tables, facts: Declared | None, flag: bool | None, place: str
+    checkpoint: Checkpoint, stored: StoredTensors, tables: Tables, facts: Declared | None, flag: bool | None, place: str
 ) -> tuple[Tie, str]:
     one = f"one table is stored ({tables.input.tensor.name})"
     heads = [t.tensor.name for t in tables.others if _is_head(t)]
@@ -96,6 +99,8 @@ def _without_head(
     has_head, why = _wants_head(stored, tables, facts)
     if not has_head:
         return Tie.NO_HEAD, f"{one}; {why}"
+    if _pools_its_backbone(checkpoint):
+        return Tie.NO_HEAD, f"{one}; {MODULES_FILE} pools the backbone's output into embeddings: no head is used, whatever {why}"
     if flag is False:
         return Tie.BROKEN_HEAD_MISSING, f"{place}, but {one}; {why}: loading starts the head from random values"
     if flag is True:
@@ -104,6 +109,19 @@ def _without_head(
         Tie.TIED,
         f"undeclared, decided by the tensors: {place} and {one}; {why}; loading ties unless its class defaults to false",
     )
+
+
+def _pools_its_backbone(checkpoint: Checkpoint) -> bool:
+    """True if the file that lists a sentence-transformers pipeline has its pooling step, which takes hidden states.
+
+    A sparse encoder's own pooling takes the logits of a masked-LM head and has another name. Anything unexpected is no proof.
+    """
+    try:
+        modules = json.loads(checkpoint.read_bytes(MODULES_FILE, limit_bytes=1 << 20) or b"[]")
+    except (CannotLook, ValueError, RecursionError):
+        return False
+    kinds = [m.get("type") for m in modules if isinstance(m, dict)] if isinstance(modules, list) else []
+    return any(isinstance(kind, str) and kind.rpartition(".")[2] == "Pooling" for kind in kinds)
 
 
 def _is_head(table: Table) -> bool:
@@ -145,12 +163,12 @@ def _with_decoder_table(
 ) -> TieState:
     """An encoder-decoder with a table on each side and no head: the head is the decoder's table, unless the flag is false."""
     assert tables.output is not None
-    tie, reason = _without_head(stored, tables, facts, flag, place)
+    tie, reason = _without_head(checkpoint, stored, tables, facts, flag, place)
     if tie is not Tie.TIED:
         return TieState(tie=tie, reason=reason, declared=flag)
     first, second = tables.input.tensor.name, tables.output.tensor.name
     words = f"{place}; no head is stored: it is the decoder's own table ({second})"
-    if _obstacle(tables.input, tables.output) is None:
+    if _obstacle(tables.input, tables.output) is None and tables.input.num_dims == tables.output.num_dims:
         difference = compare(checkpoint.rows(first), checkpoint.rows(second), count_all=False)
         if difference.is_equal:
             reason = f"{words}, which holds the same values as {first}: one table stored twice"
@@ -161,10 +179,22 @@ def _with_decoder_table(
 def _with_head(checkpoint: Checkpoint, first: Table, head: Table, flag: bool | None, place: str) -> TieState:
     two = f"two tables are stored ({first.tensor.name}, {head.tensor.name})"
     obstacle = _obstacle(first, head)
+    if obstacle is None and flag is True and first.num_dims != head.num_dims:
+        how = f"they cannot be one table, with {first.num_dims} and {head.num_dims} dims"
+        different = max(first.num_rows, head.num_rows)
+        return TieState(
+            tie=Tie.BROKEN_FLAG_TRUE,
+            reason=f"{place}; {two}; {how}",
+            declared=flag,
+            num_different_rows=different,
+            first_different_row=0,
+        )
+    if obstacle is None and first.num_dims != head.num_dims:
+        obstacle = f"{first.num_dims} and {head.num_dims} dims"
     if obstacle is None and flag is not True and first.num_rows != head.num_rows:
         obstacle = f"{first.num_rows} and {head.num_rows} table rows"
     if obstacle is not None:
-        if flag is True and first.num_dims == head.num_dims:
+        if flag is True:
             raise CannotLook(f"{place} and {two}, but they cannot be compared: {obstacle}")
         return TieState(tie=Tie.UNTIED, reason=f"{place}; {two}; not compared: {obstacle}", declared=flag)
     difference = compare(checkpoint.rows(first.tensor.name), checkpoint.rows(head.tensor.name), count_all=flag is True)
@@ -195,8 +225,6 @@ def _obstacle(first: Table, head: Table) -> str | None:
     for table in (first, head):
         if table.unreadable is not None:
             return f"{table.tensor.name}: {table.unreadable}"
-    if first.num_dims != head.num_dims:
-        return f"{first.num_dims} and {head.num_dims} dims"
     dtypes = {first.tensor.dtype, head.tensor.dtype}
     if len(dtypes) > 1 and not dtypes <= FLOATS:
         return f"stored as {first.tensor.dtype} and {head.tensor.dtype}, each rounded in its own way"

@@ -16,8 +16,8 @@ from ghoststep.evidence.base import Missing
 from ghoststep.evidence.checkpoint import Declared, StoredTensors
 from ghoststep.evidence.wiring import Mixing, MixingClass
 from ghoststep.instruments.config_values import text_part
-from ghoststep.instruments.direction import is_causal, position_table
-from ghoststep.instruments.mixing_names import ATTENTION_KIND, RECURRENT_KIND, Evidence, layer_evidence
+from ghoststep.instruments.direction import is_causal, is_encoder_decoder, position_table
+from ghoststep.instruments.mixing_names import ATTENTION_KIND, RECURRENT_KIND, LayerProof, layer_proof
 from ghoststep.instruments.tensor_names import is_draft, is_modality, layer_of
 from ghoststep.registry import instrument
 
@@ -60,6 +60,9 @@ def mixing_class(stored: StoredTensors, declared: Declared | Missing) -> MixingC
     else:
         raise CannotLook(_nothing(stored))
     causal, why = is_causal(stored, facts)
+    two_sided, sides = is_encoder_decoder(stored, facts)
+    if two_sided:
+        causal, why = None, sides
     lifting = position_table(stored, facts)
     notes = [reason, why, f"learned positions in {lifting} are added to the embedding" if lifting else ""]
     return MixingClass(
@@ -69,6 +72,7 @@ def mixing_class(stored: StoredTensors, declared: Declared | Missing) -> MixingC
         num_attention_layers=num_attention,
         causal=causal,
         lifted_by_positions=lifting is not None,
+        is_encoder_decoder=two_sided,
     )
 
 
@@ -83,12 +87,12 @@ def _count_layers(stored: StoredTensors) -> Counts:
             layers.setdefault((layer.stack, layer.index), []).append(layer.rest)
     text = {key: rests for key, rests in layers.items() if not is_modality(key[0])}
     layers = text or layers  # "visual" may only be part of the model's own prefix
-    judged = {key: layer_evidence(rests) for key, rests in _text_layers(layers).items()}
-    values = [(f"{stack}.{index}", e) for (stack, index), e in judged.items()]
+    judged = {key: layer_proof(rests) for key, rests in _text_layers(layers).items()}
+    values = [(f"{stack}.{index}", proof) for (stack, index), proof in judged.items()]
     return Counts(
-        recurrent=sum(1 for _, e in values if e.recurrent and not e.attention),
-        attention=sum(1 for _, e in values if e.attention and not e.recurrent),
-        parallel=sum(1 for _, e in values if e.attention and e.recurrent),
+        recurrent=sum(1 for _, p in values if p.recurrent and not p.attention),
+        attention=sum(1 for _, p in values if p.attention and not p.recurrent),
+        parallel=sum(1 for _, p in values if p.attention and p.recurrent),
         recurrent_proof=_proof(values, recurrent=True),
         attention_proof=_proof(values, recurrent=False),
     )
@@ -102,9 +106,9 @@ def _text_layers(layers: Mapping[tuple[str, int], list[str]]) -> dict[tuple[str,
     return {key: rests for key, rests in layers.items() if sizes[key[0]] >= MOSTLY * longest}
 
 
-def _proof(values: Iterable[tuple[str, Evidence]], *, recurrent: bool) -> str | None:
-    for layer, evidence in values:
-        name = evidence.recurrent if recurrent else evidence.attention
+def _proof(values: Iterable[tuple[str, LayerProof]], *, recurrent: bool) -> str | None:
+    for layer, proof in values:
+        name = proof.recurrent if recurrent else proof.attention
         if name:
             return f"{layer}.{name}"
     return None

@@ -10,6 +10,7 @@ from ghoststep.report.phrases import (
     by_reason,
     finding_severity,
     label,
+    labels,
     more_line,
     number,
     place,
@@ -73,7 +74,7 @@ def _finding(verdict: Verdict, f: Finding) -> str:
 
 def _group(title: str, verdicts: tuple[Verdict, ...], *, opened: bool) -> str:
     items = [
-        f"<li>{for_html(', '.join(label(v) for v in group))}: {for_html(reason)}</li>" for reason, group in by_reason(verdicts)
+        f"<li>{for_html(', '.join(labels(group)))}: {for_html(reason)}</li>" for reason, group in by_reason(verdicts)
     ]
     return _details(title, len(verdicts), items, opened=opened)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ghoststep.finding import Finding, Outcome, Power, Quantity, Report, Scalar, Severity, Verdict, Where
 from ghoststep.text import printable, visible
@@ -127,6 +127,19 @@ def more_line(num_findings: int) -> str | None:
     """What is said instead of the findings past `MAX_FINDINGS`; None when all are shown."""
     left = num_findings - MAX_FINDINGS
     return f"… and {left:,} more (see --format json)" if left > 0 else None
+
+
+def labels(verdicts: Sequence[Verdict], most: int = 8) -> list[str]:
+    """Codes with names, or, of more than `most`, runs of codes alone: "GS101–GS111"."""
+    if len(verdicts) <= most:
+        return [label(v) for v in verdicts]
+    runs: list[list[str]] = []
+    for code in sorted({v.code for v in verdicts}):
+        if runs and code[:-3] == runs[-1][-1][:-3] and int(code[-3:]) == int(runs[-1][-1][-3:]) + 1:
+            runs[-1].append(code)
+        else:
+            runs.append([code])
+    return [visible(run[0] if len(run) == 1 else f"{run[0]}–{run[-1]}") for run in runs]
 
 
 def unsaid(message: str, said: set[str]) -> str:

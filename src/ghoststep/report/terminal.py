@@ -18,6 +18,7 @@ from ghoststep.report.phrases import (
     expected,
     finding_severity,
     label,
+    labels,
     more_line,
     number,
     place,
@@ -140,7 +141,7 @@ def _finding(page: Page, v: Verdict, f: Finding, *, common: Where, bullet: bool,
 
 def _by_reason(page: Page, verdicts: list[Verdict], style: str) -> None:
     for reason, group in by_reason(verdicts):
-        page.flow([label(v) for v in group], 1, style=style, between=", ")
+        page.flow(labels(group), 1, style=style, between=", ")
         page.add(page.text(visible(reason)), _BODY)
     page.blank()
 
@@ -159,7 +160,7 @@ def _quiet(page: Page, report: Report) -> None:
     if skipped:
         page.rule(f"not applicable ({len(skipped)})", "dim")
         for reason, group in by_reason(skipped):
-            page.add(page.text((", ".join(label(v) for v in group), "dim"), (": " + visible(reason), "dim")), 1, hang=2)
+            page.add(page.text((", ".join(labels(group)), "dim"), (": " + visible(reason), "dim")), 1, hang=2)
         page.blank()
 
 

@@ -8,11 +8,16 @@ if TYPE_CHECKING:
     from ghoststep.subjects.base import Subject
 
 
-def open_subject(spec: str, *, offline: bool = False) -> Subject:
-    """The subject that `spec` names: `hf:org/name[@rev]` on the Hub, otherwise a path of a checkpoint folder or file.
+def open_subject(spec: str, *, offline: bool = False, fast: bool = False) -> Subject:
+    """The subject that `spec` names: `path.py:function` or `module:function` (a setup, whose function is run),
+    `hf:org/name[@rev]` on the Hub, otherwise a path of a checkpoint folder or file. `fast` bounds what a setup may cost.
 
     Raises `SubjectError` when it cannot be opened at all; the message says what was found, what is supported, what to do.
     """
-    from ghoststep.subjects.checkpoint import open_checkpoint  # lazy: importing the package stays cheap
+    from ghoststep.subjects.setup import is_setup_spec, open_setup  # lazy: importing the package stays cheap
+
+    if is_setup_spec(spec):
+        return open_setup(spec, fast=fast)
+    from ghoststep.subjects.checkpoint import open_checkpoint
 
     return open_checkpoint(spec, offline=offline)

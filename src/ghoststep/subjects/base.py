@@ -20,8 +20,15 @@ if TYPE_CHECKING:
 class Subject(Protocol):
     """Anything that can be looked at."""
 
-    kind: str
-    name: str
+    @property
+    def kind(self) -> str:
+        """ "checkpoint", "setup", ...: the same for every subject of a class."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """As the user gave it."""
+        ...
 
     def info(self) -> SubjectInfo:
         """Kind, name and facts worth printing; cheap."""

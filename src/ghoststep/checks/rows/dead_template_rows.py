@@ -1,7 +1,7 @@
 """GS303."""
 
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.checkpoint import StoredTensors
+from ghoststep.evidence.checkpoint import Declared, StoredTensors
 from ghoststep.evidence.plan import TrainingPlan
 from ghoststep.evidence.rows import InputRows
 from ghoststep.evidence.tokenizer import TemplateTokens, Vocabulary
@@ -16,6 +16,7 @@ def dead_template_rows(
     inputs: InputRows,
     template: TemplateTokens | Missing,
     vocabulary: Vocabulary | Missing,
+    declared: Declared | Missing,
     stored: StoredTensors | Missing,
     plan: TrainingPlan,
 ) -> Answer:
@@ -55,6 +56,7 @@ def dead_template_rows(
             return NotApplicable(reason="the chat template emits no token of its own")
         return (NotApplicable if template.outcome is Outcome.NOT_APPLICABLE else Unknown)(reason=template.reason)
     frozen = not trains_tables(plan, stored)
+    padding = declared.pad_token_ids if isinstance(declared, Declared) else ()
     partners = {i: group for group in rows.identical_groups for i in group}
     findings = []
     for token_id, (token, emitter) in emitted.items():
@@ -64,6 +66,8 @@ def dead_template_rows(
         dead = bool(rows.zero_R[token_id]) or norm * inputs.multiplier < SPIKE_NORM
         if not dead and token_id not in partners:
             continue
+        if rows.zero_R[token_id] and token_id in padding:
+            continue  # padding_idx keeps it at zero: zero-input-rows says so
         where = Where(file=table.file, tensor=table.name, table_row=token_id, token_id=token_id, token=token)
         group = partners.get(token_id, ())
         findings.append(_finding(inputs, where, emitter, group, frozen=frozen, dead=dead))

@@ -11,13 +11,14 @@ from ghoststep.text import printable
 _HAS_A_USE = (Reach.REACHABLE, Reach.SPECIAL, Reach.TEMPLATE, Reach.PARTIAL_UTF8)
 
 
-@check(code="GS306", severity=Severity.NOTE, basis=Basis.PROOF)
+@check(code="GS306", severity=Severity.ERROR, basis=Basis.PROOF)
 def untrained_rows(inputs: InputRows, reach: SuspectReach | Missing, *, common_fraction: float = 0.05) -> Answer:
     """Tokens whose input rows were never trained: bit-identical to one another, or still at the common vector.
 
     ## What it finds
     - Groups of bit-identical table rows that are neither zero nor near zero (proof: two tokens that were ever trained apart do
       not stay equal).
+      More than half the table in one group is an error: the table was overwritten or never initialised.
     - Table rows closer to a common vector (the mean, or a point that at least four rows crowd around) than `common_fraction`
       of the ordinary distance (rule of thumb). In one published model the untrained rows crowd far away from the mean.
     Untrained rows need not be small. Rows without a token (alignment padding) and tokens that nothing produces are left out.
@@ -55,8 +56,10 @@ def untrained_rows(inputs: InputRows, reach: SuspectReach | Missing, *, common_f
         members = [i for i in group if _is_used(i, reach)]
         if len(members) < 2:
             continue
+        whole = len(members) * 2 > rows.table.num_rows
         findings.append(
             Finding(
+                severity=Severity.ERROR if whole else Severity.NOTE,
                 message=f"{len(members)} tokens have the very same input row (table rows {_some(members)}: "
                 f"{_tokens(members, reach)}): they were never trained, and the model cannot tell them apart. Initialise a row before "
                 "you use its token."
@@ -83,6 +86,7 @@ def untrained_rows(inputs: InputRows, reach: SuspectReach | Missing, *, common_f
                 where=Where(file=table.file, tensor=table.name, table_row=near[0], token_id=near[0]),
                 measured=Quantity(value=float(rows.common_distance_R[near[0]]), unit="of the median distance"),
                 expected=Quantity(value=common_fraction, unit="of the median distance, at least"),
+                severity=Severity.NOTE,
                 basis=Basis.RULE_OF_THUMB,
             )
         )

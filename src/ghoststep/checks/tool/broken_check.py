@@ -2,7 +2,7 @@
 
 from ghoststep.evidence.tool import ToolRun
 from ghoststep.finding import Basis, Finding, Severity, Where
-from ghoststep.registry import Answer, answer, check
+from ghoststep.registry import Answer, NotApplicable, answer, check
 
 
 @check(code="GS901", severity=Severity.ERROR, basis=Basis.PROOF)
@@ -31,6 +31,8 @@ def broken_check(run: ToolRun) -> Answer:
     ## References
     The rule is ghoststep's own.
     """
+    if not run.num_plugins:
+        return NotApplicable(reason="no package of further checks is installed")
     findings = [
         Finding(
             message=f"the plugin {name!r} failed to load: {reason}. Its checks did not run; update, mend or uninstall it.",

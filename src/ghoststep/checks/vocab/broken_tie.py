@@ -11,7 +11,9 @@ def broken_tie(tables: Tables, tie: TieState) -> Answer:
     """The config's tie flag and the stored tables contradict each other.
 
     ## What it finds
-    `tie_word_embeddings` true and two stored tables that differ; or false and no stored head in a causal language model.
+    `tie_word_embeddings` true and two tables that differ; or false and no stored head in a causal language model. In a live
+    model also: true and two equal tables in separate storage, of which at least one trains (they drift apart; an error where
+    both train, else a warning); and false with one shared table (a note: a saver stores it once, a loader makes two of it).
 
     ## Why it matters
     Most loaders trust the flag. With true they throw the trained head away and use the input table; with false they leave the
@@ -63,4 +65,32 @@ def broken_tie(tables: Tables, tie: TieState) -> Answer:
         return answer([finding])
     compared = tie.num_different_rows is not None or tie.first_different_row is not None or tables.output is None
     power = Power(quantity="table rows that differ", smallest_detectable=1, unit="table rows") if compared else None
+    if tie.tie is Tie.DRIFTING:
+        return answer([_drifting(tables, tie)])
+    if tie.tie is Tie.TIED and tie.declared is False and tie.num_trainable_tables is not None:
+        return answer([_shared(tables, tie)])
     return answer((), power=power, reason=tie.reason)
+
+
+def _drifting(tables: Tables, tie: TieState) -> Finding:
+    table = tables.output or tables.input
+    return Finding(
+        message=f"the config says that input and output embeddings are one table, but {tie.reason}: the first step pulls them "
+        "apart, and a saver or loader that trusts the flag throws one of them away. Tie them again (`model.tie_weights()`) before the "
+        "optimizer is made, or set tie_word_embeddings to false.",
+        where=Where(file=table.tensor.file, tensor=table.tensor.name),
+        measured=Quantity(value=2, unit="separate tables"),
+        expected=Quantity(value=1, unit="separate tables"),
+        severity=Severity.ERROR if (tie.num_trainable_tables or 0) > 1 else Severity.WARNING,
+        remedy="model.tie_weights() before the optimizer is made",
+    )
+
+
+def _shared(tables: Tables, tie: TieState) -> Finding:
+    return Finding(
+        message=f"{tie.reason}: a saver may store the shared table once, and a loader that trusts the flag then starts the head "
+        "from random values. Set tie_word_embeddings to true, or give the head a table of its own.",
+        where=Where(file=tables.input.tensor.file, tensor=tables.input.tensor.name),
+        severity=Severity.NOTE,
+        remedy="set tie_word_embeddings to true in the config",
+    )

@@ -1,10 +1,12 @@
 """GS005."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ghoststep.evidence.base import Missing
 from ghoststep.evidence.checkpoint import Declared, Tables
 from ghoststep.evidence.tokenizer import Vocabulary
+from ghoststep.evidence.wiring import Tie, TieState
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, NotApplicable, answer, check
 
@@ -12,7 +14,9 @@ _ROLES = ("bos", "eos", "pad")
 
 
 @check(code="GS005", severity=Severity.ERROR, basis=Basis.PROOF)
-def special_token_disagreement(declared: Declared, tables: Tables | Missing, vocabulary: Vocabulary | Missing) -> Answer:
+def special_token_disagreement(
+    declared: Declared, tables: Tables | Missing, vocabulary: Vocabulary | Missing, tie: TieState | Missing
+) -> Answer:
     """Config, generation config and tokenizer name different special tokens, or ids that cannot exist.
 
     ## What it finds
@@ -20,6 +24,7 @@ def special_token_disagreement(declared: Declared, tables: Tables | Missing, voc
     - A stop token of the tokenizer that generation does not stop at: the eos ids in force (generation config, else config) and
       the tokenizer's eos have nothing in common (warning).
     - bos or pad ids of config and tokenizer that differ (note).
+    In a model without an output head everything is a note: it does not generate.
 
     ## Why it matters
     Generation waits for an id that is never trained or does not exist, and never stops. A bos id outside the table fails at
@@ -47,7 +52,7 @@ def special_token_disagreement(declared: Declared, tables: Tables | Missing, voc
     if not named:
         return NotApplicable(reason="neither config nor generation config names a special token")
     findings = []
-    if not isinstance(tables, Missing):
+    if not isinstance(tables, Missing) and not tables.input.unmeasured:
         findings += _impossible(declared, in_config, tables.input.num_rows)
     out_of_range = {
         role
@@ -61,6 +66,10 @@ def special_token_disagreement(declared: Declared, tables: Tables | Missing, voc
             for role in ("bos", "pad")
             if role not in out_of_range and _contradict(in_config[role], vocabulary.special_ids.get(role))
         ]
+    if isinstance(tie, TieState) and tie.tie is Tie.NO_HEAD:  # it never generates: nothing waits for a stop token
+        findings = [replace(f, severity=Severity.NOTE) for f in findings]
+    if isinstance(tables, Tables) and tables.input.unmeasured:
+        tables = Missing(reason=tables.input.unmeasured)
     missing = [m.reason for m in (tables, vocabulary) if isinstance(m, Missing)]
     power = Power(quantity="special ids that disagree", smallest_detectable=1, unit="ids")
     return answer(findings, power=power, undecided="; ".join(missing) or None)

@@ -80,8 +80,8 @@ def _input(tables: Tables, declared: Declared, vocabulary: Vocabulary | Missing)
     if rows > size and head == size:
         severity = Severity.NOTE
         why = (
-            f"while the output head has {size}: {rows - size} tokens can be fed and not predicted, as in models that read images "
-            "or sound. Nothing to do if that is meant."
+            f"while the output head has {size}: the tokens of {rows - size} table rows can be fed and not predicted, as in models that "
+            "read images or sound. Nothing to do if that is meant."
         )
     elif rows > size and fits_vocabulary(rows, size) and not ids_beyond:
         severity = Severity.NOTE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,6 +44,34 @@ class Container(Protocol):
     def rows(self, name: str) -> RowStore:
         """Raw rows of a stored matrix; `CannotLook` for other names or shapes."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What the header of a file (or those of all files of one checkpoint) says: tensors, the first byte of each in its file, and
+    free key-values."""
+
+    tensors: Mapping[str, TensorInfo]
+    starts: Mapping[str, int]
+    metadata: Mapping[str, object]
+
+
+def join_headers(headers: Iterable[Header], where: str) -> Header:
+    """The headers of several files as one; the first file counts where key-values differ. `CannotLook` when two hold one tensor."""
+    tensors: dict[str, TensorInfo] = {}
+    starts: dict[str, int] = {}
+    metadata: dict[str, object] = {}
+    for header in headers:
+        for name, info in header.tensors.items():
+            if name in tensors:
+                raise CannotLook(
+                    f"{where}: tensor {name!r} stands in both {tensors[name].file} and {info.file}, and no index says which one "
+                    "counts. Check one file: name it instead of the folder."
+                )
+            tensors[name] = info
+        starts.update(header.starts)
+        metadata = {**header.metadata, **metadata}
+    return Header(tensors=tensors, starts=starts, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

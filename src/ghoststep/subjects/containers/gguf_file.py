@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from ghoststep.errors import CannotLook, UnsafeInput
 from ghoststep.evidence.checkpoint import TensorInfo
 from ghoststep.subjects.base import RowStore, Source
-from ghoststep.subjects.containers.base import MAX_DIMENSION, BlockRows, brief, find, num_elements, require_matrix
+from ghoststep.subjects.containers.base import (
+    MAX_DIMENSION,
+    BlockRows,
+    Header,
+    brief,
+    find,
+    join_headers,
+    num_elements,
+    require_matrix,
+)
 from ghoststep.subjects.containers.gguf_types import GGML_TYPES
 from ghoststep.subjects.containers.window import WindowReader
 
@@ -32,15 +40,6 @@ _SCALARS: Mapping[int, str] = {
 _STRING, _ARRAY = 8, 9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufHeader:
-    """A valid header. Strings of arrays are str (undecodable bytes replaced), arrays are tuples."""
-
-    metadata: Mapping[str, object]
-    tensors: Mapping[str, TensorInfo]
-    starts: Mapping[str, int]
-
-
 class GgufFiles:
     """One GGUF file, or the parts of a split one, read as one checkpoint."""
 
@@ -48,33 +47,21 @@ class GgufFiles:
 
     def __init__(self, source: Source, files: Iterable[str]) -> None:
         self._source = source
-        self._metadata: dict[str, object] = {}
-        self._tensors: dict[str, TensorInfo] = {}
-        self._starts: dict[str, int] = {}
-        for file in files:
-            header = read_gguf_header(source, file)
-            for name, info in header.tensors.items():
-                if name in self._tensors:
-                    raise CannotLook(
-                        f"{source.name}: tensor {name!r} stands in {self._tensors[name].file} and {file}. Name one."
-                    )
-                self._tensors[name] = info
-            self._starts.update(header.starts)
-            self._metadata = {**header.metadata, **self._metadata}
+        self._header = join_headers((read_gguf_header(source, file) for file in files), source.name)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor of every part; shapes in the usual order [table rows, dimensions]."""
-        return self._tensors
+        return self._header.tensors
 
     @property
     def metadata(self) -> Mapping[str, object]:
         """The key-values, token lists included."""
-        return self._metadata
+        return self._header.metadata
 
     def rows(self, name: str) -> RowStore:
         """Raw rows of a stored matrix: whole blocks of its quantisation."""
-        info = find(self._tensors, name)
+        info = find(self._header.tensors, name)
         num_rows, num_dims = require_matrix(info)
         row_bytes = info.num_bytes // num_rows if num_rows else 0
         return BlockRows(
@@ -83,12 +70,15 @@ class GgufFiles:
             num_dims=num_dims,
             row_bytes=row_bytes,
             source=self._source,
-            start=self._starts[name],
+            start=self._header.starts[name],
         )
 
 
-def read_gguf_header(source: Source, file: str) -> GgufHeader:
-    """Parse and validate the header of one file; `UnsafeInput` when it lies, `CannotLook` when it is cut short or too old."""
+def read_gguf_header(source: Source, file: str) -> Header:
+    """Parse and validate the header of one file; `UnsafeInput` when it lies, `CannotLook` when it is cut short or too old.
+
+    Strings of arrays are str (undecodable bytes replaced), arrays are tuples.
+    """
     return _Parser(source, file).header()
 
 
@@ -101,7 +91,7 @@ class _Parser:
         self._size = source.size(file)
         self._reader = WindowReader(source, file, limit_bytes=MAX_HEADER_BYTES)
 
-    def header(self) -> GgufHeader:
+    def header(self) -> Header:
         if self._reader.read(4) != GGUF_MAGIC:
             raise CannotLook(f"{self._place} does not start with GGUF. Download or save it again.")
         (version,) = self._unpack("I")
@@ -125,7 +115,7 @@ class _Parser:
                 raise UnsafeInput(f"{self._place}: the tensor {info.name[:80]!r} stands there twice.")
             tensors[info.name], starts[info.name] = info, data_start + offset
         self._check_places(tensors, starts)
-        return GgufHeader(metadata=metadata, tensors=tensors, starts=starts)
+        return Header(metadata=metadata, tensors=tensors, starts=starts)
 
     def _unpack(self, codes: str) -> tuple[int, ...]:
         return struct.unpack(f"<{codes}", self._reader.read(struct.calcsize(f"<{codes}")))

@@ -50,6 +50,8 @@ class _Mark:
 
 
 _MARK = _Mark()
+_GETATTR = Name("builtins", "getattr")
+"""Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(Class, "MEMBER")`."""
 _MAX_INSTRUCTIONS = 20_000_000
 _MAX_STACK = 1 << 18
 _KEY_TYPES = (str, int, float, bytes, bool, type(None), Call, Name)
@@ -116,6 +118,9 @@ class _Machine:
 
     def _push_name(self, module: object, attribute: object) -> None:
         name = Name(str(module), str(attribute))
+        if name == _GETATTR:  # described, never called: see `_do_reduce`
+            self._stack.append(name)
+            return
         if not self._allowed(name):
             raise UnsafeInput(
                 f"{self._place} is a pickle that asks for {brief(str(name))}: loading it could run code. "
@@ -153,6 +158,14 @@ class _Machine:
         args, target = self._stack.pop(), self._stack.pop()
         if not (isinstance(target, Name) and isinstance(args, tuple)):
             raise ValueError("a call of something that is no name")
+        if target == _GETATTR:
+            if not (len(args) == 2 and isinstance(args[0], Name) and args[0] != _GETATTR and isinstance(args[1], str)):
+                raise UnsafeInput(
+                    f"{self._place} is a pickle that asks for builtins.getattr of something that is no known class: loading it "
+                    "could run code. Nothing was executed."
+                )
+            self._stack.append(Name(args[0].module, f"{args[0].attribute}.{args[1]}"))
+            return
         self._stack.append(Call(target, args))
 
     _do_newobj = _do_reduce

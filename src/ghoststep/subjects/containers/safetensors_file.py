@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TypeGuard
 
 from ghoststep.errors import CannotLook, UnsafeInput
 from ghoststep.evidence.checkpoint import TensorInfo
 from ghoststep.subjects.base import RowStore, Source
-from ghoststep.subjects.containers.base import MAX_DIMENSION, Layout, brief, find, num_elements, rows_of
+from ghoststep.subjects.containers.base import MAX_DIMENSION, Header, Layout, brief, find, join_headers, num_elements, rows_of
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64
@@ -29,15 +28,6 @@ ITEM_BITS: Mapping[str, int] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """A valid header: tensors, the first byte of each in the file, and `__metadata__`."""
-
-    tensors: Mapping[str, TensorInfo]
-    starts: Mapping[str, int]
-    metadata: Mapping[str, str]
-
-
 class SafetensorsFiles:
     """One or several safetensors files read as one checkpoint. Raises at construction what `read_header` raises."""
 
@@ -45,36 +35,22 @@ class SafetensorsFiles:
 
     def __init__(self, source: Source, files: Iterable[str]) -> None:
         self._source = source
-        self._tensors: dict[str, TensorInfo] = {}
-        self._starts: dict[str, int] = {}
-        self._metadata: dict[str, object] = {}
-        for file in files:
-            header = read_header(source, file)
-            for name, info in header.tensors.items():
-                if name in self._tensors:
-                    raise CannotLook(
-                        f"{source.name}: tensor {name!r} stands in both {self._tensors[name].file} and {file}, "
-                        "and no index says "
-                        "which one counts. Check one file: name it instead of the folder."
-                    )
-                self._tensors[name] = info
-            self._starts.update(header.starts)
-            self._metadata.update(header.metadata)
+        self._header = join_headers((read_header(source, file) for file in files), source.name)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor of every file."""
-        return self._tensors
+        return self._header.tensors
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """`__metadata__` of the files, later files over earlier ones."""
-        return self._metadata
+        """`__metadata__` of the files, earlier files over later ones."""
+        return self._header.metadata
 
     def rows(self, name: str) -> RowStore:
         """Raw rows of a stored matrix."""
-        info = find(self._tensors, name)
-        return rows_of(self._source, info, Layout(start=self._starts[name]), ITEM_BITS[info.dtype.upper()])
+        info = find(self._header.tensors, name)
+        return rows_of(self._source, info, Layout(start=self._header.starts[name]), ITEM_BITS[info.dtype.upper()])
 
 
 def read_header(source: Source, file: str) -> Header:

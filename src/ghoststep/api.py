@@ -169,14 +169,14 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
     labels = _labels([given[0].name for given in cases]) if len(cases) > 1 else [None]
     deadline = None if settings.timeout_seconds is None else start + settings.timeout_seconds
     for given, label in zip(cases, labels, strict=True):
-        plan = TrainingPlan(
-            training=settings.training or TrainingKind.FULL,
-            training_declared=settings.training is not None,
-            seed=settings.seed,
-        )
         remaining = None if deadline is None else max(0.0, deadline - time.perf_counter())
-        case = Case([*given, plan], registry.instruments, timeout_seconds=remaining)
-        verdicts += [replace(ask(case, c, options.get(c.name)), subject=label) for c in subject_checks]
+        case = Case([*given, *_plan(given, settings)], registry.instruments, timeout_seconds=remaining)
+        saved = _saved_case(given, case, registry, settings)
+        for c in subject_checks:
+            verdict = ask(case, c, options.get(c.name))
+            if saved is not None:
+                verdict = _more_telling(verdict, ask(saved, c, options.get(c.name)))
+            verdicts.append(replace(verdict, subject=label))
     diagnosed = diagnose(verdicts, registry.checks)
     today = settings.today or datetime.datetime.now(datetime.timezone.utc).date()
     accepted, counts = configuration.accept(diagnosed, config.accept, today)
@@ -191,6 +191,36 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
     tool_checks = [c for c in registry.checks if c.code.startswith("GS9") and (c in checks or c.code in always)]
     everything = [*accepted, *(ask(tool_case, c, options.get(c.name)) for c in tool_checks)]
     return _report(subjects, everything, settings, options, registry, time.perf_counter() - start)
+
+
+def _plan(given: Sequence[Any], settings: CheckSettings) -> list[TrainingPlan]:
+    """The declared plan. A setup shows by itself what it trains (`instruments.live`), so nothing is assumed for it."""
+    if settings.training is None and any(s.kind == "setup" for s in given):
+        return []
+    kind = settings.training or TrainingKind.FULL
+    return [TrainingPlan(training=kind, training_declared=settings.training is not None, seed=settings.seed)]
+
+
+def _saved_case(given: Sequence[Any], case: Case, registry: Registry, settings: CheckSettings) -> Case | None:
+    """A case over the files that a setup says it saved (`checkpoint_dir`), under the plan that the setup itself shows."""
+    folder = next((s.checkpoint_dir for s in given if s.kind == "setup"), None)
+    if folder is None or any(s.kind == "checkpoint" for s in given):
+        return None
+    from ghoststep.subjects.checkpoint import open_checkpoint
+
+    plan = case.fact(TrainingPlan)
+    facts = [plan] if isinstance(plan, TrainingPlan) else []
+    return Case([open_checkpoint(str(folder), offline=settings.offline), *facts], registry.instruments)
+
+
+_TELLING = (Outcome.BROKEN, Outcome.FOUND, Outcome.CLEAR, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE)
+
+
+def _more_telling(live: Verdict, saved: Verdict) -> Verdict:
+    """One verdict a check: what the live model shows, unless its saved files answer more. That they cannot be looked at adds
+    nothing to a live answer."""
+    answers = saved.outcome in (Outcome.BROKEN, Outcome.FOUND, Outcome.CLEAR)
+    return saved if answers and _TELLING.index(saved.outcome) < _TELLING.index(live.outcome) else live
 
 
 def _cases(subjects: Sequence[Subject]) -> list[list[Any]]:

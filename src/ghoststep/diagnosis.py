@@ -1,13 +1,13 @@
 """After the checks: attach what follows from a found cause to that cause. One cause, one error.
 
-The table is the `explains` of the checks themselves. A symptom's finding is attached when it stands at the cause's place and is
-not more severe than the cause: a note must not swallow a warning. A verdict whose findings were all attached stays `found` but
-becomes a note that names its cause; one with findings left keeps those.
+The table is the `explains` and `explains_anywhere` of the checks themselves. A symptom's finding is attached when it stands at the
+cause's place (or anywhere) and is not more severe than the cause: a note must not swallow a warning. A verdict whose findings were
+all attached stays `found` but becomes a note that names its cause; one with findings left keeps those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ghoststep.finding import Finding, Outcome, Severity, Symptom, Verdict, Where
@@ -32,22 +32,24 @@ def same_place(cause: Where, symptom: Where) -> bool:
     return True
 
 
-def _explains(cause: Finding, symptom: Finding, cause_severity: Severity, symptom_severity: Severity) -> bool:
+def _explains(
+    cause: Finding, symptom: Finding, cause_severity: Severity, symptom_severity: Severity, *, anywhere: bool
+) -> bool:
     harm = (cause.severity or cause_severity).rank - (symptom.severity or symptom_severity).rank
-    return harm >= 0 and same_place(cause.where, symptom.where)
+    return harm >= 0 and (anywhere or same_place(cause.where, symptom.where))
 
 
 def diagnose(verdicts: Sequence[Verdict], checks: Sequence[Check]) -> tuple[Verdict, ...]:
     """Verdicts in the same order, symptoms moved under their causes. Does not change clear or unknown ones."""
-    explains: Mapping[str, tuple[str, ...]] = {c.name: c.explains for c in checks if c.explains}
     result = {_key(v): v for v in verdicts}
-    for cause_name, symptom_names in explains.items():
+    for check in checks:
         for key, cause in list(result.items()):
-            if cause.name == cause_name and cause.outcome is Outcome.FOUND:
-                for symptom_name in symptom_names:
+            if cause.name == check.name and cause.outcome is Outcome.FOUND:
+                for symptom_name in (*check.explains, *check.explains_anywhere):
                     symptom = result.get((symptom_name, cause.subject))
                     if symptom is not None and symptom.outcome is Outcome.FOUND:
-                        result[key], result[_key(symptom)] = _attach(result[key], symptom)
+                        anywhere = symptom_name in check.explains_anywhere
+                        result[key], result[_key(symptom)] = _attach(result[key], symptom, anywhere=anywhere)
     return tuple(result.values())
 
 
@@ -55,12 +57,12 @@ def _key(verdict: Verdict) -> tuple[str, str | None]:
     return verdict.name, verdict.subject
 
 
-def _attach(cause: Verdict, symptom: Verdict) -> tuple[Verdict, Verdict]:
+def _attach(cause: Verdict, symptom: Verdict, *, anywhere: bool) -> tuple[Verdict, Verdict]:
     causes = list(cause.findings)
     left: list[Finding] = []
     for finding in symptom.findings:
         for i, candidate in enumerate(causes):
-            if _explains(candidate, finding, cause.severity, symptom.severity):
+            if _explains(candidate, finding, cause.severity, symptom.severity, anywhere=anywhere):
                 seen = Symptom(code=symptom.code, message=finding.message, where=finding.where, severity=finding.severity)
                 causes[i] = replace(candidate, symptoms=(*candidate.symptoms, seen, *finding.symptoms))
                 break

@@ -147,14 +147,22 @@ class Check(_Injected):
     """A registered check: see `check`."""
 
     def __init__(
-        self, function: Callable[..., Answer], *, code: str, severity: Severity, basis: Basis, explains: tuple[str, ...]
+        self,
+        function: Callable[..., Answer],
+        *,
+        code: str,
+        severity: Severity,
+        basis: Basis,
+        explains: tuple[str, ...] = (),
+        explains_anywhere: tuple[str, ...] = (),
     ) -> None:
         super().__init__(function)
         if not CODE_PATTERN.fullmatch(code):
             raise TypeError(f"{self.module}: code {code!r} is not letters and three digits (such as ACME101)")
         if not self.doc:
             raise TypeError(f"{self.module}.{function.__name__} has no docstring: its first line names the flaw")
-        self.code, self.severity, self.basis, self.explains = code, severity, basis, explains
+        self.code, self.severity, self.basis = code, severity, basis
+        self.explains, self.explains_anywhere = explains, explains_anywhere
 
     def __call__(self, *args: Any, **kwargs: Any) -> Answer:
         """The function itself, for tests: facts in, answer out."""
@@ -180,17 +188,30 @@ class Instrument(_Injected):
 
 
 def check(
-    *, code: str, severity: Severity, basis: Basis, explains: Sequence[str] = ()
+    *,
+    code: str,
+    severity: Severity,
+    basis: Basis,
+    explains: Sequence[str] = (),
+    explains_anywhere: Sequence[str] = (),
 ) -> Callable[[Callable[..., Answer]], Check]:
     """Make a check of a pure function.
 
     The function's name is the check's name (`near_zero_input_rows` → `near-zero-input-rows`) and names the flaw. `severity`
     and `basis` are the worst and the usual ones; a finding may carry its own. `explains` lists checks (names) whose findings
-    at the same place are symptoms of this one.
+    at the same place are symptoms of this one, `explains_anywhere` those whose findings are, wherever they stand (labels that are
+    not shifted make the target visible at every position, not only where the finding points).
     """
 
     def decorate(function: Callable[..., Answer]) -> Check:
-        return Check(function, code=code, severity=severity, basis=basis, explains=tuple(explains))
+        return Check(
+            function,
+            code=code,
+            severity=severity,
+            basis=basis,
+            explains=tuple(explains),
+            explains_anywhere=tuple(explains_anywhere),
+        )
 
     return decorate
 

@@ -49,11 +49,6 @@ class Seen:
         """The relative influence."""
         return Quantity(value=self.reading.relative, unit="influence over that of the own past")
 
-    @property
-    def is_widespread(self) -> bool:
-        """More than one pair shows it: the place named is an example of it."""
-        return self.reading.num_above > 1
-
 
 NOTHING_EXPECTED = Quantity(value=0.0, unit="influence over that of the own past")
 
@@ -104,3 +99,9 @@ def examples_mixed(influence: Influence) -> Unknown | None:
     return Unknown(
         reason="examples of the batch see each other (GS105): within one example nothing can be told apart from that"
     )
+
+
+def through_nothing(influence: Influence, seen: Seen) -> bool:
+    """A query without any key averages over everything, and hands that on to the positions behind it: not a cause of its own."""
+    example, position = seen.reading.target
+    return any(b == example and t <= position for b, t in influence.nothing_visible)

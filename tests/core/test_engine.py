@@ -266,3 +266,18 @@ def test_a_note_never_swallows_a_warning_and_a_place_only_explains_itself() -> N
     assert attached(everywhere, replace(warning, where=Where(tensor="w", token_id=3)))
     assert not attached(everywhere, replace(warning, where=Where(tensor="v")))
     assert not attached(replace(everywhere, where=Where(tensor="w", table_row=1)), replace(warning, where=Where(tensor="w")))
+
+
+def test_a_cause_may_explain_a_symptom_wherever_it_stands() -> None:
+    def nothing() -> Answer:
+        """Nothing."""
+        return NotApplicable(reason="-")
+
+    template = ask(given(weigh), too_heavy)
+    shout = Check(nothing, code="TST205", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("echo",))
+    shout.name = "shout"
+    cause = replace(template, code="TST205", name="shout", findings=(Finding(message="c", where=Where(position=1)),))
+    echo = replace(template, code="TST206", name="echo", findings=(Finding(message="s", where=Where(position=9)),))
+    got_cause, got_echo = diagnose([cause, echo], [shout])
+    assert [s.where.position for s in got_cause.findings[0].symptoms] == [9]
+    assert (got_echo.findings, got_echo.severity) == ((), Severity.NOTE)

@@ -22,6 +22,8 @@ class VariantReading:
 
     change: largest L2 change of a real position's hidden state over the typical norm (0 exact). tolerance: what another shape
     alone may cause in this dtype. (example, position) has the largest change; num_above of num_positions exceed the tolerance.
+    starts_move: the first real position of an example moves too, as it does when positions or visible padding are at fault;
+    where only later ones do, a discrete choice (routing by capacity, chunks) may.
     used_by: what uses this variant ("the batch", "the tokenizer"), or "" if nothing of the setup does.
     """
 
@@ -32,6 +34,7 @@ class VariantReading:
     position: int
     num_positions: int
     num_above: int
+    starts_move: bool
     used_by: str = ""
 
 

@@ -72,6 +72,7 @@ class Influence(Evidence):
         perturbed for power (and put back). nothing_visible: (example, position) of real tokens whose keys were all masked, or
         whose output alone is NaN. is_causal_by_measure: no real position moved with a later one above the floor.
     coupled: "" (examples do not see each other), "continuous" (shared statistics, mixed dimensions) or "discrete" (routing).
+    against_order: routing couples examples, and only later ones were seen to move earlier ones: tokens are not served in order.
     separators: (example, position) of BOS/EOS tokens in the middle of an example where no boundary is announced.
     serial: examples were probed one at a time. readout: where the influence was measured.
     num_forward / num_backward: passes over the whole batch that this cost.
@@ -96,6 +97,7 @@ class Influence(Evidence):
     nothing_visible: tuple[tuple[int, int], ...]
     is_causal_by_measure: bool
     coupled: str
+    against_order: bool
     mode: str
     serial: bool
     readout: str

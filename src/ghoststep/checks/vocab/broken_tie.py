@@ -76,7 +76,8 @@ def _drifting(tables: Tables, tie: TieState) -> Finding:
     table = tables.output or tables.input
     return Finding(
         message=f"the config says that input and output embeddings are one table, but {tie.reason}: the first step pulls them "
-        "apart, and a saver or loader that trusts the flag throws one of them away. Tie them again (`model.tie_weights()`) before the "
+        "apart, and a saver or loader that trusts the flag throws one of them away. Tie them again "
+        "(`model.tie_weights()`) before the "
         "optimizer is made, or set tie_word_embeddings to false.",
         where=Where(file=table.tensor.file, tensor=table.tensor.name),
         measured=Quantity(value=2, unit="separate tables"),
@@ -88,7 +89,8 @@ def _drifting(tables: Tables, tie: TieState) -> Finding:
 
 def _shared(tables: Tables, tie: TieState) -> Finding:
     return Finding(
-        message=f"{tie.reason}: a saver may store the shared table once, and a loader that trusts the flag then starts the head "
+        message=f"{tie.reason}: a saver may store the shared table once, and a loader that trusts the flag then "
+        "starts the head "
         "from random values. Set tie_word_embeddings to true, or give the head a table of its own.",
         where=Where(file=tables.input.tensor.file, tensor=tables.input.tensor.name),
         severity=Severity.NOTE,

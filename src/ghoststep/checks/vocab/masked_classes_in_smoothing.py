@@ -1,6 +1,6 @@
 """GS010."""
 
-from ghoststep.evidence.loss import LossXray
+from ghoststep.evidence.loss import LossKind, LossXray
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, NotApplicable, answer, check
 
@@ -37,10 +37,11 @@ def masked_classes_in_smoothing(xray: LossXray, *, smallest_mass: float = 1e-6) 
     power = Power(quantity="target mass on masked classes", smallest_detectable=smallest_mass)
     if xray.smoothing_on_masked <= smallest_mass:
         return answer((), power=power, reason=f"{xray.masked_classes} masked classes, without target mass")
+    who = "label smoothing puts" if xray.kind is not LossKind.HARD else "labels put"
     return answer(
         [
             Finding(
-                message=f"label smoothing puts {xray.smoothing_on_masked:.2%} of the target on {xray.masked_classes} classes that are "
+                message=f"{who} {xray.smoothing_on_masked:.2%} of the target on {xray.masked_classes} classes that are "
                 f"masked out of the softmax (the first is {xray.first_masked_class}): the loss is {xray.loss:.4g}. Cut these "
                 "columns off before the loss instead of masking them.",
                 where=Where(token_id=xray.first_masked_class),

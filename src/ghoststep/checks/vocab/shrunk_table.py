@@ -6,7 +6,7 @@ from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, Unknown, answer, check
 
 
-@check(code="GS009", severity=Severity.ERROR, basis=Basis.PROOF, explains=("token-id-out-of-range",))
+@check(code="GS009", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("token-id-out-of-range",))
 def shrunk_table(tables: Tables, vocabulary: Vocabulary) -> Answer:
     """The table was cut to the number of tokens although ids have holes: trained rows of real tokens are gone.
 

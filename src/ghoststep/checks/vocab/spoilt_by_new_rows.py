@@ -42,9 +42,12 @@ def spoilt_by_new_rows(
     if new.share < max(least_share, over_uniform * uniform):
         return answer((), power=power, reason=reason)
     finding = Finding(
-        message=f"{new.num_rows} added tokens (output rows {new.first_row} to {new.first_row + new.num_rows - 1}) take {new.share:.0%} of the softmax "
-        f"mass on the first batch, at positions where none of them follows: their mean logit is {new.mean_logit_new:.3g}, that of all others "
-        f"{new.mean_logit_old:.3g} ± {new.spread_old:.2g} (row norms {new.norm_new:.3g} and {new.norm_old:.3g}). Initialise new output rows with the "
+        message=f"{new.num_rows} added tokens (output rows {new.first_row} to {new.first_row + new.num_rows - 1}) "
+        f"take {new.share:.0%} of the softmax "
+        "mass on the first batch, at positions where none of them follows: their mean logit is "
+        f"{new.mean_logit_new:.3g}, that of all others "
+        f"{new.mean_logit_old:.3g} ± {new.spread_old:.2g} (row norms {new.norm_new:.3g} and {new.norm_old:.3g}). "
+        "Initialise new output rows with the "
         "mean of the trained ones.",
         where=Where(table_row=new.first_row),
         measured=Quantity(value=new.share, unit="softmax mass"),

@@ -168,6 +168,8 @@ class _Seen:
 
     def __init__(self) -> None:
         self.look_ups: list[tuple[str, torch.Tensor, int]] = []
+        self.proven: set[str] = set()
+        self.tables: dict[str, int] = {}
         self.projections: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def token_look_ups(self) -> tuple[str, list[torch.Tensor]]:
@@ -177,27 +179,53 @@ class _Seen:
             by_name.setdefault(name, []).append((ids, rows))
         if not by_name:
             return "", []
-        name = max(by_name, key=lambda n: (_is_varied(by_name[n][0][0]), by_name[n][0][1]))
-        return name, [ids for ids, _ in by_name[name]]
+        # A position module may be handed the token ids too, and its table may be the larger one: see what it looked up.
+        name = max(by_name, key=lambda n: (n in self.proven, _is_varied(by_name[n][0][0]), by_name[n][0][1]))
+        # Encoder and decoder may each have a module of their own around one shared table.
+        return name, [ids for n, ids, _ in self.look_ups if self.tables.get(n) == self.tables.get(name)]
 
     def head(self) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
         """The last projection to the most classes, if its output is wider than its input or as wide as the table."""
-        rows = max((r for _, _, r in self.look_ups), default=0)
+        table = self.token_look_ups()[0]
+        rows = max((r for n, _, r in self.look_ups if n == table), default=0)
         wide = [(n, i, o) for n, i, o in self.projections if o.shape[-1] >= 0.5 * rows > 0]
-        if not wide:
+        if not wide or self._returns_to_stream(wide[-1][0]):
             return "", [], []
         name = wide[-1][0]
         mine = [(i, o) for n, i, o in wide if n == name]
         return name, [i for i, _ in mine], [o for _, o in mine]
 
+    def _returns_to_stream(self, name: str) -> bool:
+        """A feed-forward layer can be as wide as a small vocabulary, where the loss bypasses the head: after its last call
+        another projection leads back from its width to the width it came from."""
+        last = max(k for k, (n, _, _) in enumerate(self.projections) if n == name)
+        _, given, output = self.projections[last]
+        back = (output.shape[-1], given.shape[-1])
+        return any((i.shape[-1], o.shape[-1]) == back for _, i, o in self.projections[last + 1 :])
+
 
 def _is_varied(ids: torch.Tensor) -> bool:
-    """False for 0, 1, 2, ... and for constants: positions and types, not tokens."""
+    """False for 0, 1, 2, ... (also restarting) and for constants: positions and types, not tokens."""
     flat = ids.reshape(-1, ids.shape[-1]) if ids.dim() > 1 else ids.reshape(1, -1)
     if flat.shape[-1] < 2:
         return True
     steps = flat[:, 1:] - flat[:, :-1]
-    return not bool(((steps == 1) | (steps == 0)).all())
+    # Positions of packed or left-padded examples restart now and then, but mostly count up.
+    return not bool(((steps == 1) | (steps == 0)).all()) and 2 * int((steps == 1).sum()) <= steps.numel()
+
+
+def _is_look_up(ids: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> bool:
+    """True if the first outputs are the table rows of these ids, up to one factor each (scaled embeddings)."""
+    few = ids.detach().reshape(-1)[:8]
+    if (
+        output.shape[:-1] != ids.shape
+        or output.shape[-1] != weight.shape[1]
+        or not bool(((few >= 0) & (few < len(weight))).all())
+    ):
+        return False
+    rows, seen = weight.detach()[few.long()].double(), output.detach().reshape(-1, output.shape[-1])[:8].double()
+    product = (rows * seen).sum(dim=1).abs()
+    return bool((product >= 0.99 * rows.norm(dim=1) * seen.norm(dim=1) - 1e-12).all())
 
 
 def _watch(seen: _Seen, name: str) -> Callable[..., None]:
@@ -212,6 +240,9 @@ def _watch(seen: _Seen, name: str) -> Callable[..., None]:
             return
         if not given.is_floating_point():
             seen.look_ups.append((name, given.detach(), int(weight.shape[0])))
+            seen.tables[name] = weight.data_ptr()
+            if _is_look_up(given, weight, output):
+                seen.proven.add(name)
         elif given.shape[:-1] == output.shape[:-1] and not any(True for _ in module.children()):
             seen.projections.append((name, given.detach(), output.detach()))
 

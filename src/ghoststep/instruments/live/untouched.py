@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def untouched(model: torch.nn.Module, optimizer: Any = None, *, with_values: bool = False) -> Iterator[None]:
     """Restore on leaving, also after an exception: buffers, gradients, modes, requires_grad, RNG of torch (CPU and CUDA),
-    numpy and Python, default dtype, grad mode, and every attribute hook dictionary of every module.
+    numpy and Python, default dtype, grad mode, and hooks that were removed from a module.
 
     `with_values` also restores the parameters' values and the optimizer's state and hyperparameters (for what really steps);
     it costs one copy of both. Without it nothing inside may write to a parameter. Buffers are copied (they are small: running
@@ -76,12 +76,15 @@ def _hooks_of(module: torch.nn.Module) -> dict[str, dict[int, Any]]:
 
 
 def _restore_hooks(module: torch.nn.Module, saved: dict[str, dict[int, Any]]) -> None:
+    """Put back hooks that were removed. Added ones stay: instruments take theirs off by handle, and a library that installs its
+    own at the first forward remembers that it did (transformers' output capturing) and would never install them again."""
     for name in _HOOK_DICTS:
         now = getattr(module, name, None)
         wanted = saved.get(name, {})
-        if now is not None and dict(now) != wanted:
+        if now is not None and any(key not in now for key in wanted):
+            added = {key: hook for key, hook in now.items() if key not in wanted}
             now.clear()
-            now.update(wanted)
+            now.update({**wanted, **added})
 
 
 def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

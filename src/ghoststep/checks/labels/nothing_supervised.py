@@ -1,0 +1,75 @@
+"""GS207."""
+
+from ghoststep.evidence.base import Missing
+from ghoststep.evidence.batch import BatchFacts
+from ghoststep.evidence.loss import LossKind, LossXray
+from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
+from ghoststep.registry import Answer, answer, check
+
+
+@check(code="GS207", severity=Severity.ERROR, basis=Basis.PROOF)
+def nothing_supervised(xray: LossXray, batch: BatchFacts | Missing) -> Answer:
+    """No position of a batch carries loss: nothing is trained.
+
+    ## What it finds
+    d loss / d logits is 0 (or not a number) at every position of the first batch, [B, T]; or a batch of the setup whose labels
+    are all negative.
+
+    ## Why it matters
+    The mean over no tokens is NaN, or a loop that guards against it logs 0.0. Nothing is learnt from such a batch, and a NaN
+    that reaches the weights ends the run.
+
+    ## When it is not a problem
+    A loss of exactly 0 from groups of equal reward in policy optimisation: there the batch carries no signal by design.
+
+    ## How to confirm by hand
+    `(labels != -100).sum()` is 0.
+
+    ## How to fix
+    Usually a marker that is searched for in the token ids never occurs because it is tokenized differently inside a text: tokenize
+    it as it stands there (with the space before it), or compute the mask from character offsets. Else the answer was truncated
+    away: raise the maximum length, or drop such examples.
+
+    ## Options
+    None.
+
+    ## References
+    None.
+    """
+    counts = batch.supervised_per_batch if isinstance(batch, BatchFacts) else ()
+    empty = [i for i, n in enumerate(counts) if n == 0]
+    power = Power(quantity="supervised positions in a batch", smallest_detectable=1, unit="positions")
+    if xray.kind is not LossKind.NOTHING and not empty:
+        return answer((), power=power)
+    if isinstance(batch, BatchFacts) and batch.intent == "rl" and xray.loss == 0:
+        return answer((), power=power, reason="a loss of 0 without gradient: groups of equal reward")
+    every = bool(counts) and len(empty) == len(counts)
+    if xray.kind is LossKind.NOTHING:
+        labels = (
+            f"every label in {'every batch' if every else f'{len(empty)} of {len(counts)} batches'} is negative"
+            if empty
+            else "labels exist, but none of them reaches the loss"
+            if counts
+            else "no label reaches the loss"
+        )
+        cause = (
+            f"nothing is supervised: no position of the first batch has a gradient, and its loss is {xray.loss:.4g}; {labels}."
+        )
+        severity = Severity.ERROR
+    else:
+        cause = f"{len(empty)} of {len(counts)} batches have no label at all (the first is batch {empty[0]})."
+        severity = Severity.WARNING
+    where = Where(micro_batch=0 if xray.kind is LossKind.NOTHING else empty[0])
+    return answer(
+        [
+            Finding(
+                message=f"{cause} The mean over no tokens is NaN, and nothing is learnt. Look at how labels are masked: a marker "
+                "that is tokenized on its own often differs from the same text inside a sentence; or the answer was cut off.",
+                where=where,
+                measured=Quantity(value=0, unit="supervised positions"),
+                expected=Quantity(value=1, unit="supervised positions"),
+                severity=severity,
+                remedy="mask labels by character offsets (return_offsets_mapping=True) instead of by token ids",
+            )
+        ]
+    )

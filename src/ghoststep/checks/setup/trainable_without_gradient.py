@@ -1,0 +1,88 @@
+"""GS603."""
+
+from ghoststep.evidence.training import CutParameters, Gradient, LiveWiring
+from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
+from ghoststep.parameter_text import counted, listed
+from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
+
+
+@check(code="GS603", severity=Severity.ERROR, basis=Basis.PROOF)
+def trainable_without_gradient(wiring: LiveWiring) -> Answer:
+    """Trainable parameters get no gradient although the loss depends on them: the graph is cut.
+
+    ## What it finds
+    Parameters with `requires_grad` whose `.grad` is None after a backward of the loss on the first batch, and whose perturbation
+    moves the loss. The message gives the cause where it was seen: reentrant activation checkpointing, `no_grad`, or a detached
+    result.
+
+    ## Why it matters
+    They never train, and no error is raised as long as anything else gets a gradient. Typical: adapters inside reentrant
+    checkpointed blocks behind a frozen embedding.
+
+    ## When it is not a problem
+    Parameters that the loss does not depend on in this batch: experts without tokens, a pooler nobody reads, an unused branch
+    (they are counted in the reason). Parameters that act through a discrete choice only (the indexer of a sparse attention). A
+    gradient of exactly zero, such as that of `lora_A` while `lora_B` is zero.
+
+    ## How to confirm by hand
+    `loss.backward()`, then the names of parameters with `p.requires_grad and p.grad is None`.
+
+    ## How to fix
+    Reentrant checkpointing: `use_reentrant=False` (`gradient_checkpointing_kwargs`), or `model.enable_input_require_grads()`.
+    Otherwise take away the `no_grad` or `detach` that the message names.
+
+    ## Options
+    None.
+
+    ## References
+    Documentation of torch.utils.checkpoint: the reentrant kind needs an input that requires a gradient.
+    """
+    trainable = [p for p in wiring.parameters if p.trainable]
+    if not trainable:
+        return NotApplicable(reason="no parameter is trainable (frozen-by-accident judges that)")
+    if not wiring.grad_mode_before:
+        return Unknown(reason=wiring.gradient_reason)
+    if wiring.gradient_reason.startswith("the loss does not require"):
+        finding = Finding(
+            message="the loss on the first batch requires no gradient although "
+            f"{counted(len(trainable), 'parameter')} are trainable "
+            f"({listed([p.name for p in trainable])}): every path from them to the loss is cut (no_grad, detach, or reentrant "
+            "activation checkpointing behind a frozen embedding). Take the cut away, or pass use_reentrant=False.",
+            where=Where(parameter=trainable[0].name),
+            measured=Quantity(value=len(trainable), unit="trainable parameters without gradient"),
+            expected=Quantity(value=0, unit="trainable parameters without gradient"),
+        )
+        return answer([finding])
+    if wiring.gradient_reason:
+        return Unknown(reason=wiring.gradient_reason)
+    findings = [_finding(cut, len(trainable)) for cut in wiring.cut]
+    notes = []
+    if wiring.unused:
+        notes.append(
+            f"the loss of the first batch does not depend on {counted(len(wiring.unused), 'trainable parameter')} "
+            f"({listed(wiring.unused)}), or only through a discrete choice"
+        )
+    undecided = None
+    if wiring.undecided:
+        undecided = f"{counted(len(wiring.undecided), 'trainable parameter')} without gradient ({listed(wiring.undecided)}): "
+        undecided += "whether the loss depends on them smoothly, or through a discrete choice only, could not be told"
+    reached = sum(1 for p in trainable if p.gradient not in (None, Gradient.NONE))
+    notes.insert(0, f"{reached} of {len(trainable)} trainable parameters got a gradient")
+    power = Power(quantity="trainable parameters without gradient", smallest_detectable=1, unit="parameters")
+    return answer(findings, power=power, reason="; ".join(notes), undecided=undecided)
+
+
+def _finding(cut: CutParameters, num_trainable: int) -> Finding:
+    fix = "Take the no_grad or detach away, or freeze the parameters on purpose."
+    if cut.reason.startswith("reentrant"):
+        fix = "Pass use_reentrant=False to checkpointing, or call model.enable_input_require_grads()."
+    return Finding(
+        message=f"{len(cut.names)} of {num_trainable} trainable parameters ({listed(cut.names)}) get no gradient "
+        "(None) although "
+        f"backward succeeds and the loss depends on them (it moves by {cut.loss_change:.2g} when they are perturbed): "
+        f"{cut.reason}. {fix}",
+        where=Where(parameter=cut.names[0]),
+        measured=Quantity(value=len(cut.names), unit="trainable parameters without gradient"),
+        expected=Quantity(value=0, unit="trainable parameters without gradient"),
+        remedy=fix,
+    )

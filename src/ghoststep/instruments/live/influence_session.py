@@ -1,0 +1,138 @@
+"""The passes of one influence measurement in one mode. B examples, T positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ghoststep.errors import CannotLook
+from ghoststep.instruments.live.influence_plan import (
+    FRACTIONS,
+    Block,
+    Positions,
+    choose_block,
+    document_stop,
+    replacements,
+    suggested_block,
+)
+from ghoststep.instruments.live.influence_probe import Probe
+from ghoststep.instruments.live.influence_regions import Regions, add_gradient, add_padding, add_swap, changes
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+SWAP_FLOOR = 1e-5
+"""Relative swap influence that rounding does not reach in float32 (expert groups of another size: 1e-7, measured)."""
+
+LOW_PRECISION_SWAP_FLOOR = 2e-2
+"""The same in bfloat16 and float16."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """A probe with what it has seen. `coupled` is None until looked at: "", "continuous" or "discrete"."""
+
+    probe: Probe
+    at: Positions
+    special: frozenset[int]
+    swaps: Regions
+    gradients: Regions
+    floor: float
+    coupled: str | None = None
+    seed: int = 0
+    gradient_rows: list[tuple[tuple[int, int], NDArray[np.float64]]] = field(default_factory=list)
+    swap_rows: list[tuple[Block, NDArray[np.float64]]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def examples(self) -> list[int]:
+        """Examples with at least two real positions."""
+        return [b for b in range(self.at.ids.shape[0]) if int(self.at.real[b].sum()) > 1]
+
+    def changed(self, where_BT: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Changes [B, T] after ordinary tokens were put where `where_BT`. One forward."""
+        self.seed += 1
+        ids_BT = replacements(self.at, where_BT, self.probe.tables, self.special, self.seed)
+        return changes(self.probe.hidden(ids_BT), self.probe.base)
+
+    def swap(self, blocks: list[Block], *, across: bool) -> None:
+        """Replace these blocks in one forward and sort the changes."""
+        import numpy as np
+
+        if not blocks:
+            return
+        where_BT = np.zeros(self.at.ids.shape, dtype=bool)
+        for block in blocks:
+            where_BT[block.example, block.start : block.stop] = True
+        change_BT = self.changed(where_BT)
+        add_swap(self.swaps, self.at, change_BT, blocks, across=across)
+        self.swap_rows += [(block, change_BT[block.example]) for block in blocks]
+
+    def blocks(self, examples: list[int], probe: int, *, suggested: bool = False) -> list[Block]:
+        """One block an example, at another fraction for each and for each probe."""
+        found = []
+        for i, b in enumerate(examples):
+            block = None
+            open_BTT = self.probe.attention.open_BTT
+            if suggested and open_BTT is not None and open_BTT.shape[0] in (1, self.at.ids.shape[0]):
+                block = suggested_block(self.at, b, open_BTT[b if open_BTT.shape[0] > 1 else 0].numpy())
+            block = block or choose_block(self.at, b, FRACTIONS[(probe + 3 * i) % len(FRACTIONS)])
+            if block is not None:
+                found.append(block)
+        return found
+
+    def tails(self, examples: list[int], probe: int) -> list[Block]:
+        """Blocks that reach to the end of their document: whether a discrete choice tips over is chance, so change all there is."""
+        return [replace(b, stop=document_stop(self.at, b.example, b.start)) for b in self.blocks(examples, probe)]
+
+    def pads(self) -> None:
+        """Replace every PAD token (of one example if examples see each other) and read the real positions."""
+        import numpy as np
+
+        rows = [b for b in self.examples if self.at.padding[b].any()]
+        if not rows:
+            return
+        rows = rows[:1] if self.coupled else rows
+        where_BT = np.zeros(self.at.ids.shape, dtype=bool)
+        where_BT[rows] = self.at.padding[rows]
+        kept = self.at.padding.copy()
+        kept[[b for b in range(len(kept)) if b not in rows]] = False
+        add_padding(self.swaps, _with_padding(self.at, kept), self.changed(where_BT))
+
+    def gradient(self, targets: list[tuple[int, int]]) -> None:
+        """One backward from these targets, at most one an example; without a gradient only the swaps remain."""
+        if not targets:
+            return
+        try:
+            norm_BT = self.probe.gradient(targets).double().numpy()
+        except (RuntimeError, CannotLook, NotImplementedError) as error:
+            self.reasons.append(f"no gradient reading: {' '.join(str(error).split())[:160]}")
+            return
+        add_gradient(self.gradients, self.at, norm_BT, targets)
+        self.gradient_rows += [((b, t), norm_BT[b]) for b, t in targets]
+
+    def targets(self, examples: list[int], probe: int) -> list[tuple[int, int]]:
+        """One trained position an example with tokens of its document on both sides where there are such."""
+        import numpy as np
+
+        found = []
+        for i, b in enumerate(examples):
+            block = choose_block(self.at, b, FRACTIONS[(probe + 3 * i + 1) % len(FRACTIONS)])
+            if block is not None:
+                found.append((b, block.start - 1))
+            elif self.at.real[b].any():
+                found.append((b, int(np.flatnonzero(self.at.real[b])[-1])))
+        return found
+
+
+def _with_padding(at: Positions, padding: NDArray[np.bool_]) -> Positions:
+    return replace(at, padding=padding)
+
+
+def swap_floor(dtype: torch.dtype) -> float:
+    """The swap floor for hidden states computed in this dtype."""
+    import torch
+
+    return LOW_PRECISION_SWAP_FLOOR if dtype in (torch.bfloat16, torch.float16) else SWAP_FLOOR

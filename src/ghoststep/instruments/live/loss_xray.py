@@ -1,0 +1,114 @@
+"""The loss X-ray: what each position is really trained towards, from the gradient of the user's own loss at fed logits.
+
+B examples, T positions, V classes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ghoststep.errors import CannotLook
+from ghoststep.evidence.loss import LossKind, LossXray
+from ghoststep.instruments.live.batch_facts import grid
+from ghoststep.instruments.live.calling import LiveCall
+from ghoststep.instruments.live.xray_heads import heads
+from ghoststep.instruments.live.xray_hidden import read_hidden
+from ghoststep.instruments.live.xray_passes import Look, NothingFedError, Reading, read_twice
+from ghoststep.instruments.live.xray_streams import Stream, empty_stream, kind_of, put_together
+from ghoststep.registry import instrument
+from ghoststep.subjects.setup import Setup
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_RESIDUAL = 0.05
+"""Above it a loss is not a cross-entropy of what was fed."""
+
+
+@instrument
+def loss_xray(setup: Setup, call: LiveCall) -> LossXray:
+    """Feed known logits (or hidden states, where the loss never calls the head) and read the gradient.
+
+    Cost: two forwards without activations and no backward through the model (three or more where the head is never called).
+    Nothing is changed. Raises `CannotLook` where the setup gives no loss, where nothing of the loss depends on what was fed,
+    or where rows cannot be placed.
+    """
+    if call.loss is None and setup.train_step is None:
+        raise CannotLook(call.loss_error or "the setup gives no loss")
+    ids = grid(call)
+    if not ids:
+        raise CannotLook("no token ids reached an input embedding, so positions cannot be named")
+    look = Look(
+        setup=setup, batch=setup.batches[0], core=call.core, modules=heads(setup, call), embedding=call.embedding,
+        grid=[i.shape for i in ids], num_classes=call.num_classes,
+    )  # fmt: skip
+    loss = math.nan if call.loss is None else float(call.loss)
+    reading = _read(look, call)
+    num_examples, width = sum(i.shape[0] for i in ids), max(i.shape[1] for i in ids)
+    if reading is None:
+        return _evidence([empty_stream(num_examples * width)], _nothing(call), loss, num_examples)
+    streams = put_together(reading.rows, num_examples * width) or [empty_stream(num_examples * width)]
+    return _evidence(streams, reading, loss, num_examples)
+
+
+def _read(look: Look, call: LiveCall) -> Reading | None:
+    """Fed logits where a head is called and the loss depends on it, else fed hidden states; None if the loss is a constant."""
+    called, refused, first = False, None, None
+    if look.modules:
+        try:
+            first = _read_logits(look)
+        except NothingFedError as nothing:
+            called = nothing.called
+        except CannotLook as reason:
+            refused = reason
+        except Exception as error:  # the user's own code, which ran before: it cannot work with what was fed
+            refused = CannotLook(f"the loss raised with fed logits: {type(error).__name__}: {error}")
+    if first is not None and (first.recipe != "fed logits" or first.residual <= MAX_RESIDUAL):
+        return first
+    # Where the head is bypassed, a wide feed-forward layer can look like one: the hidden state settles it.
+    found = read_hidden(look, call)
+    if found is not None and (first is None or found.residual < first.residual):
+        return found
+    if first is not None or called:
+        return first
+    if refused is not None:
+        raise refused
+    raise CannotLook(
+        "the loss depends neither on a head's output nor on the last hidden states seen by hooks, so nothing could be fed"
+    )
+
+
+def _read_logits(look: Look) -> Reading:
+    """Fed in float32, which is exact; in the model's own dtype where its code after the head accepts nothing else."""
+    try:
+        return read_twice(look)
+    except RuntimeError:
+        if all(p.dtype.itemsize >= 4 for p in look.core.parameters()):
+            raise
+        return read_twice(replace(look, keep_dtype=True))
+
+
+def _nothing(call: LiveCall) -> Reading:
+    return Reading(
+        rows=[], residual=0.0, recipe="fed logits", num_classes=call.num_classes or 0, num_calls=len(call.head_outputs)
+    )
+
+
+def _evidence(streams: list[Stream], reading: Reading, loss: float, num_examples: int) -> LossXray:
+    kind = kind_of(streams, reading.residual, reading.level)
+    main, *rest = [s.further(num_examples) for s in streams]
+    masked = _masked_classes(reading.masked_V)
+    return LossXray(
+        target_BT=main.target_BT, weight_BT=main.weight_BT, target_probability_BT=main.target_probability_BT,
+        residual=0.0 if kind is LossKind.NOTHING else reading.residual, ambiguous_BT=main.ambiguous_BT, kind=kind,
+        reading=reading.recipe, loss=loss, num_classes=reading.num_classes, num_head_calls=reading.num_calls,
+        masked_classes=len(masked), smoothing_on_masked=reading.smoothing_on_masked,
+        first_masked_class=masked[0] if masked else -1, num_nonfinite=reading.num_nonfinite, further=tuple(rest),
+        num_forward=reading.num_forward,
+    )  # fmt: skip
+
+
+def _masked_classes(masked_V: torch.Tensor | None) -> list[int]:
+    return [] if masked_V is None else [int(i) for i in masked_V.nonzero().flatten()]

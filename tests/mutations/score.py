@@ -1,0 +1,157 @@
+"""Score ghoststep on planted faults: `python -m tests.mutations.score [--fault NAME] [--arch NAME] [--jobs 2] [--output FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from tests.mutations.architectures import ARCHITECTURES, BY_NAME, Arch, Setup
+from tests.mutations.fault import Fault
+from tests.mutations.faults import BY_NAME as FAULTS_BY_NAME
+from tests.mutations.faults import FAULTS
+
+FIRST, LATER, WEAK, WRONG, MISSED, UNKNOWN, BROKEN, HARMLESS = (
+    "first", "later", "weak", "wrong", "missed", "unknown", "broken", "harmless"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """One finding at warning or error, or a broken or unknown verdict."""
+
+    code: str
+    severity: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One fault on one architecture. `alarms` are errors and warnings about the healthy twin."""
+
+    fault: str
+    arch: str
+    outcome: str
+    harm: float
+    heard: tuple[Heard, ...] = ()
+    reason: str = ""
+    alarms: tuple[Heard, ...] = ()
+    seconds: float = 0.0
+
+
+def judge(setup: Setup, codes: Sequence[str]) -> tuple[tuple[Heard, ...], tuple[tuple[str, str], ...]]:
+    """Findings from warning on in reading order, broken checks last; and (outcome, reason) of the verdicts of `codes`."""
+    import ghoststep
+
+    report = ghoststep.check(**setup)
+    heard = [
+        Heard(code=v.code, severity=(f.severity or v.severity).value, message=f.message)
+        for v, f in report.findings
+        if (f.severity or v.severity).rank > 0
+    ]
+    heard += [Heard(code=v.code, severity="broken", message=v.reason or "") for v in report.verdicts if v.outcome.value == "broken"]
+    asked = [report.verdict(c) for c in codes if any(v.code == c for v in report.verdicts)]
+    return tuple(heard), tuple((v.outcome.value, v.reason or "") for v in asked)
+
+
+def outcome_of(fault: Fault, heard: Sequence[Heard], asked: Sequence[tuple[str, str]]) -> str:
+    """The cell's word; see the module's constants."""
+    if fault.unknown_is_right and asked and asked[0][0] == "unknown" and not any(h.severity == "error" for h in heard):
+        return FIRST
+    wanted = [h for h in heard if h.code in fault.codes and h.severity != "broken"]
+    errors = [h for h in heard if h.severity == "error" or (fault.severity == "warning" and h.severity == "warning")]
+    if errors and errors[0].code in fault.codes:
+        return FIRST
+    if wanted:
+        return LATER if any(h in errors for h in wanted) else (WRONG if errors else WEAK)
+    if errors:
+        return WRONG
+    if any(h.severity == "broken" for h in heard):
+        return BROKEN
+    return UNKNOWN if asked and all(o == "unknown" for o, _ in asked) else MISSED
+
+
+def cell(fault: Fault, arch: Arch, healthy_seen: dict[object, tuple[Heard, ...]]) -> Cell | None:
+    """Harm, the broken twin, the healthy twin. None where the fault does not apply."""
+    fresh()
+    if fault.make(arch) is None:
+        return None
+    fresh()
+    harm = fault.harm(arch)
+    fresh()
+    broken = fault.make(arch)
+    assert broken is not None
+    started = time.perf_counter()
+    try:
+        heard, asked = judge(broken, fault.codes)
+    except Exception as error:
+        heard, asked = (Heard(code="raised", severity="broken", message=f"{type(error).__name__}: {error}"),), ()
+    seconds = time.perf_counter() - started
+    fresh()
+    if fault.healthy not in healthy_seen:
+        try:
+            healthy_seen[fault.healthy] = judge(fault.healthy(arch), ())[0]
+        except Exception as error:
+            healthy_seen[fault.healthy] = (Heard(code="raised", severity="broken", message=f"{type(error).__name__}: {error}"),)
+    fresh()
+    outcome = outcome_of(fault, heard, asked) if harm >= fault.bound else HARMLESS
+    reason = "; ".join(f"{o}: {r}" if r else o for o, r in asked)
+    alarms = healthy_seen[fault.healthy]
+    return Cell(
+        fault=fault.name, arch=arch.name, outcome=outcome, harm=harm, heard=heard, reason=reason, alarms=alarms, seconds=seconds
+    )
+
+
+def fresh() -> None:
+    """Undo what a fault may leave behind in this process."""
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+
+
+def on_arch(arch_name: str, fault_names: Sequence[str]) -> list[Cell]:
+    """All given faults on one architecture."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    seen: dict[object, tuple[Heard, ...]] = {}
+    found = (cell(FAULTS_BY_NAME[name], BY_NAME[arch_name], seen) for name in fault_names)
+    return [c for c in found if c is not None]
+
+
+def run(arch_names: Sequence[str], fault_names: Sequence[str], jobs: int) -> list[Cell]:
+    """All given cells, one architecture a task."""
+    if jobs == 1:
+        return [c for name in arch_names for c in on_arch(name, fault_names)]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        parts = pool.map(on_arch, arch_names, [fault_names] * len(arch_names))
+        return [c for part in parts for c in part]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, and write the table where asked; 1 if something was not found first or a healthy twin was not silent."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fault", action="append", choices=list(FAULTS_BY_NAME))
+    parser.add_argument("--arch", action="append", choices=list(BY_NAME))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args(arguments)
+    from tests.mutations.table import table
+
+    started = time.perf_counter()
+    cells = run(chosen.arch or [a.name for a in ARCHITECTURES], chosen.fault or [f.name for f in FAULTS], chosen.jobs)
+    text = table(cells, time.perf_counter() - started)
+    if chosen.output:
+        chosen.output.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+    return int(any(c.outcome not in (FIRST, HARMLESS) or c.alarms for c in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -40,7 +40,8 @@ class Decoder(nn.Module):
         b, t, _ = x.shape
         q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in self.mix(self.norm(x)).chunk(3, dim=-1))
         seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        return x + self.out(seen.transpose(1, 2).reshape(b, t, D))
+        mixed: torch.Tensor = self.out(seen.transpose(1, 2).reshape(b, t, D))
+        return x + mixed
 
 
 class Masked(Decoder):

@@ -25,15 +25,8 @@ V = 48
 def tiny() -> GPT2LMHeadModel:
     """A two-layer decoder with learned positions."""
     torch.manual_seed(0)
-    sizes = {
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=V, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes))
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 HARM = "1 - cosine between the vectors of a text alone and in a batch of longer ones"
 HARMLESS = 1e-4
-V, D, HEADS = 48, 32, 4
+V, D, HEADS = 200, 32, 4
 
 
 class Embedder(nn.Module):

@@ -35,7 +35,7 @@ def words(num: int) -> Tokenizer:
 def trained(rows: int) -> LlamaForCausalLM:
     """Trained to count upwards for 40 steps, over all its rows."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=rows, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(40):

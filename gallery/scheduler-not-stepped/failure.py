@@ -1,7 +1,8 @@
 """The schedule belongs to another optimizer: the learning rate never moves.
 
 ## What people see
-The logged learning rate warms up and decays as planned; training behaves as if it did not.
+The logged learning rate warms up and decays as planned; training behaves as if it did not. (torch warns once, in the first
+lines of the log.)
 
 ## What really happens
 The scheduler was made for an optimizer that was thrown away when the model was wrapped. `scheduler.step()` turns the learning

@@ -1,7 +1,8 @@
 """The scheduler advances with every micro-batch: warm-up and decay run four times too fast.
 
 ## What people see
-The learning rate is at its end after a quarter of the run, and the loss stops falling there.
+The learning rate is at its end after a quarter of the run, and the loss stops falling there. (torch warns once, in the first
+lines of the log.)
 
 ## What really happens
 Gradients are accumulated over four micro-batches, the optimizer steps on the fourth, and `scheduler.step()` stands outside

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import ghoststep
 from ghoststep import config as configuration
+from ghoststep.cases import apart, declared_plan, group_subjects, more_telling, saved_case, unique_names
 from ghoststep.config import Config
 from ghoststep.diagnosis import diagnose
 from ghoststep.engine import Case, ask
 from ghoststep.errors import UsageError
-from ghoststep.evidence.plan import TrainingKind, TrainingPlan
+from ghoststep.evidence.plan import TrainingKind
 from ghoststep.evidence.tool import AcceptanceUse, ToolRun
 from ghoststep.finding import Outcome, Report, Severity, Verdict
 from ghoststep.registry import Registry, load
@@ -165,17 +166,20 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
         registry.find(acceptance.code)  # a mistyped code is told before the work, not after it
     subject_checks = [c for c in checks if not c.code.startswith("GS9")]
     verdicts: list[Verdict] = []
-    cases = _cases(subjects)
-    labels = _labels([given[0].name for given in cases]) if len(cases) > 1 else [None]
+    cases = group_subjects(subjects)
+    labels = unique_names([given[0].name for given in cases]) if len(cases) > 1 else [None]
     deadline = None if settings.timeout_seconds is None else start + settings.timeout_seconds
     for given, label in zip(cases, labels, strict=True):
         remaining = None if deadline is None else max(0.0, deadline - time.perf_counter())
-        case = Case([*given, *_plan(given, settings)], registry.instruments, timeout_seconds=remaining)
-        saved = _saved_case(given, case, registry, settings)
+        live, files = apart(given, offline=settings.offline)
+        case = Case(
+            [*live, *declared_plan(live, settings.training, settings.seed)], registry.instruments, timeout_seconds=remaining
+        )
+        saved = None if files is None else saved_case(files, case, registry)
         for c in subject_checks:
             verdict = ask(case, c, options.get(c.name))
             if saved is not None:
-                verdict = _more_telling(verdict, ask(saved, c, options.get(c.name)))
+                verdict = more_telling(verdict, ask(saved, c, options.get(c.name)))
             verdicts.append(replace(verdict, subject=label))
     diagnosed = diagnose(verdicts, registry.checks)
     today = settings.today or datetime.datetime.now(datetime.timezone.utc).date()
@@ -191,59 +195,6 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
     tool_checks = [c for c in registry.checks if c.code.startswith("GS9") and (c in checks or c.code in always)]
     everything = [*accepted, *(ask(tool_case, c, options.get(c.name)) for c in tool_checks)]
     return _report(subjects, everything, settings, options, registry, time.perf_counter() - start)
-
-
-def _plan(given: Sequence[Any], settings: CheckSettings) -> list[TrainingPlan]:
-    """The declared plan. A setup shows by itself what it trains (`instruments.live`), so nothing is assumed for it."""
-    if settings.training is None and any(s.kind == "setup" for s in given):
-        return []
-    kind = settings.training or TrainingKind.FULL
-    return [TrainingPlan(training=kind, training_declared=settings.training is not None, seed=settings.seed)]
-
-
-def _saved_case(given: Sequence[Any], case: Case, registry: Registry, settings: CheckSettings) -> Case | None:
-    """A case over the files that a setup says it saved (`checkpoint_dir`), under the plan that the setup itself shows."""
-    folder = next((s.checkpoint_dir for s in given if s.kind == "setup"), None)
-    if folder is None or any(s.kind == "checkpoint" for s in given):
-        return None
-    from ghoststep.subjects.checkpoint import open_checkpoint
-
-    plan = case.fact(TrainingPlan)
-    facts = [plan] if isinstance(plan, TrainingPlan) else []
-    return Case([open_checkpoint(str(folder), offline=settings.offline), *facts], registry.instruments)
-
-
-_TELLING = (Outcome.BROKEN, Outcome.FOUND, Outcome.CLEAR, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE)
-
-
-def _more_telling(live: Verdict, saved: Verdict) -> Verdict:
-    """One verdict a check: what the live model shows, unless its saved files answer more. That they cannot be looked at adds
-    nothing to a live answer."""
-    answers = saved.outcome in (Outcome.BROKEN, Outcome.FOUND, Outcome.CLEAR)
-    return saved if answers and _TELLING.index(saved.outcome) < _TELLING.index(live.outcome) else live
-
-
-def _cases(subjects: Sequence[Subject]) -> list[list[Any]]:
-    """Subjects that belong together share a case: one of each kind. Two of a kind are two cases, a single one joins them all."""
-    by_kind: dict[str, list[Subject]] = {}
-    for s in subjects:
-        by_kind.setdefault(s.kind, []).append(s)
-    several = sorted(by_kind.values(), key=len, reverse=True)  # the kind with most members comes first: it names the case
-    cases: list[list[Any]] = []
-    for i in range(len(several[0])):
-        members = [group[0] if len(group) == 1 else group[i] for group in several if len(group) == 1 or i < len(group)]
-        cases.append(members)
-    return cases
-
-
-def _labels(names: Sequence[str]) -> list[str]:
-    """Names, made unique: "model", "model (2)"."""
-    seen: dict[str, int] = {}
-    labels = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        labels.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return labels
 
 
 def _tool_run(

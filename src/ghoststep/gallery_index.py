@@ -7,6 +7,7 @@ them; running one runs its code.
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import re
@@ -164,8 +165,7 @@ def show(exhibit: Exhibit) -> Shown:
 def _quiet_libraries() -> None:
     """The exhibits load tiny models over and over: no progress bars and no hints of transformers in between."""
     if "transformers" in sys.modules:
-        from transformers.utils import logging
-
+        logging: Any = importlib.import_module("transformers.utils.logging")  # untyped
         logging.disable_progress_bar()
         logging.set_verbosity_error()
 

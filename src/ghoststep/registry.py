@@ -20,57 +20,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ghoststep.answers import Answer, Clear, Found, NotApplicable, Unknown, answer
 from ghoststep.errors import GhoststepError, UsageError
 from ghoststep.evidence.base import Evidence, Missing
-from ghoststep.finding import Basis, Finding, Power, Severity
+from ghoststep.finding import Basis, Severity
 
+__all__ = [
+    "Answer", "BrokenPlugin", "Check", "Clear", "Found", "Instrument", "Need", "NotApplicable", "Option", "Registry", "Unknown",
+    "answer", "check", "instrument", "load", "members", "walk",
+]  # fmt: skip
 ENTRY_POINT_GROUP = "ghoststep.checks"
 CODE_PATTERN = re.compile(r"[A-Z]{2,}[0-9]{3}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """At least one finding. `reason` says what remains open beside them."""
-
-    findings: tuple[Finding, ...]
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clear:
-    """Looked, with this power, and saw nothing. `reason` may carry figures worth reading."""
-
-    power: Power | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotApplicable:
-    """The question makes no sense here."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unknown:
-    """Could not look, or not closely enough to call it clear."""
-
-    reason: str
-
-
-Answer = Found | Clear | NotApplicable | Unknown
-
-
-def answer(
-    findings: Iterable[Finding], *, power: Power | None = None, reason: str | None = None, undecided: str | None = None
-) -> Answer:
-    """The usual ending of a check: found if there are findings, else unknown if something stayed undecided, else clear."""
-    found = tuple(findings)
-    if found:
-        return Found(findings=found, reason=undecided)
-    if undecided is not None:
-        return Unknown(reason=undecided)
-    return Clear(power=power, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

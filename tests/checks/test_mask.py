@@ -49,7 +49,8 @@ def influence(swap: float = 0.0, gradient: float = 0.0, region: Region = Region.
         "trained_future_gradient": gradients[region] if is_future else None, "intent": CAUSAL, "floor": 1e-5, "past": 0.1,
         "num_past": 9, "near_past": (4, 4), "blind_example": None, "order_change": 0.2, "order_floor": 1e-5,
         "has_attention": True, "probes_perturbed": False, "nothing_visible": (), "is_causal_by_measure": True, "coupled": "",
-        "against_order": False, "mode": "train", "serial": False, "readout": "the input of head", "num_examples": 4,
+        "against_order": False, "is_time_first": False, "encoder_padding": False, "mode": "train",
+        "serial": False, "readout": "the input of head", "num_examples": 4,
         "num_forward": 8, "num_backward": 1,
     }  # fmt: skip
     return Influence(**{**values, **more})

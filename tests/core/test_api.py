@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ghoststep
-from ghoststep.api import _cases, _labels
+from ghoststep.cases import group_subjects, unique_names
 from tests.checkpoints import build
 
 
@@ -18,7 +18,7 @@ def one(kind: str, name: str) -> Any:
 
 
 def names(*subjects: Any) -> list[list[str]]:
-    return [[s.name for s in case] for case in _cases(subjects)]
+    return [[s.name for s in case] for case in group_subjects(subjects)]
 
 
 def test_subjects_of_different_kinds_share_a_case_and_a_single_one_joins_all() -> None:
@@ -26,7 +26,7 @@ def test_subjects_of_different_kinds_share_a_case_and_a_single_one_joins_all() -
     assert names(a) == [["a"]]
     assert names(a, corpus) == [["a", "c"]]
     assert names(corpus, a, b) == [["a", "c"], ["b", "c"]]
-    assert _labels(["m", "n", "m"]) == ["m", "n", "m (2)"]
+    assert unique_names(["m", "n", "m"]) == ["m", "n", "m (2)"]
 
 
 def test_the_same_subject_twice_keeps_both_answers(tmp_path: Path) -> None:

@@ -101,13 +101,55 @@ class TestFloor:
 
         assert alarms(setup(loss)) == {}
 
+    def test_a_soft_fixed_temperature_is_a_note_and_a_soft_learnable_one_an_error(self) -> None:
+        assert verdicts(setup(info_nce(2.0)), "GS507")["GS507"].severity is Severity.NOTE
+        model = Encoder()
+        model.log_scale = nn.Parameter(torch.tensor(math.log(2.0)))
+
+        def loss(model: Any, given: Any) -> torch.Tensor:
+            return info_nce(1.0 * model.log_scale.exp())(model, given)  # type: ignore[no-any-return]
+
+        assert verdicts(setup(loss, model=model), "GS507")["GS507"].severity is Severity.ERROR
+
+    def test_several_positives_leave_a_floor_of_their_own(self) -> None:
+        def loss(model: Any, given: Any) -> torch.Tensor:
+            z = model(given["a"])["sentence_embedding"]
+            itself = torch.eye(len(z), dtype=torch.bool)
+            log_p = (14.3 * z @ z.T).masked_fill(itself, -1e9).log_softmax(1)
+            positive = (torch.arange(len(z))[:, None] // 4 == torch.arange(len(z)) // 4) & ~itself
+            value: torch.Tensor = -((log_p * positive).sum(1) / positive.sum(1)).mean()
+            return value
+
+        assert alarms(setup(loss)) == {}
+
+    def test_hidden_states_pooled_inside_the_loss(self) -> None:
+        class Tokens(Encoder):
+            def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+                hidden = self.mix(self.table(ids))
+                return {"last_hidden_state": hidden, "pooler_output": torch.tanh(hidden[:, 0])}
+
+        def loss(scale: float) -> Any:
+            def run(model: Any, given: Any) -> torch.Tensor:
+                a, p = (functional.normalize(model(given[k])["last_hidden_state"].mean(1), dim=-1) for k in ("a", "p"))
+                return functional.cross_entropy(scale * a @ p.T, torch.arange(len(a)))
+
+            return run
+
+        assert alarms(setup(loss(20.0), model=Tokens())) == {}
+        found = alarms(setup(loss(1.0), model=Tokens()))
+        assert set(found) == {"GS507"}
+        batch = columns()
+        batch["p"][5] = batch["p"][2]
+        assert verdicts(setup(loss(20.0), model=Tokens(), batch=batch), "GS508")["GS508"].severity is Severity.WARNING
+
     def test_few_examples_are_unknown(self) -> None:
         found = verdicts(setup(info_nce(1.0), batch=columns(4)), "GS507")["GS507"]
         assert found.outcome is Outcome.UNKNOWN
 
     def test_other_losses_do_not_apply(self) -> None:
         def regression(model: Any, given: Any) -> torch.Tensor:
-            return (model(given["a"])["sentence_embedding"] - 1).square().mean()
+            value: torch.Tensor = (model(given["a"])["sentence_embedding"] - 1).square().mean()
+            return value
 
         for given in (gru(), setup(regression)):
             found = Case([make_setup(given)], registry().instruments).fact(ContrastiveProbe)

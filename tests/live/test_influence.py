@@ -239,3 +239,22 @@ def test_a_model_that_works_position_by_position_is_not_blind() -> None:
     found = verdicts(seeded(Bigram), batch, loss_fn=lambda m, b: m(b["input_ids"]).square().mean())
     assert bad(found) == set()
     assert found["GS103"].outcome is Outcome.NOT_APPLICABLE
+
+
+class OwnNoise(nn.Module):
+    """Noise from a generator of its own, which no reset of the global one repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.01 * torch.randn(x.shape, generator=self.generator)
+
+
+@pytest.mark.parametrize("examples", [1, 4])
+def test_noise_that_cannot_be_repeated_is_not_a_leak(examples: int) -> None:
+    batch = {k: v[:examples] for k, v in lm_batch().items()}
+    found = verdicts(seeded(lambda: TinyLM(mix=OwnNoise())), batch)
+    assert found["GS101"].outcome is not Outcome.FOUND, found["GS101"].findings
+    assert bad(found) == set(), {c: found[c].findings for c in bad(found)}

@@ -25,7 +25,7 @@ LLAMA_LIKE = {
 }  # fmt: skip
 GPT_LIKE = {"vocab_size": V, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 MAMBA_LIKE = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "pad_token_id": 0}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def like(name: str, given: dict[str, Any] = LLAMA_LIKE, *, config: str = "", **more: Any) -> Callable[[], nn.Module]:
@@ -174,6 +174,11 @@ class TestOthers:
         found = verdicts(seeded(make), given)
         assert bad(found) == set(), {c: found[c].findings[0].message for c in bad(found) if found[c].findings}
         assert found["GS101"].outcome is Outcome.CLEAR
+        assert found["GS102"].outcome is Outcome.CLEAR
+        del given["attention_mask"]
+        found = verdicts(seeded(make), given)
+        assert bad(found) == {"GS102"}
+        assert "of the encoder" in found["GS102"].findings[0].message
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("name", ["Llama", "Mixtral", "OLMoE", "Mamba2", "GPT-2"])

@@ -51,7 +51,7 @@ def stepping(scheduler: Any, *, every: int = 1) -> Any:
     def step(model: Any, optimizer: Any, given: Any) -> float:
         calls.append(1)
         loss = gru_loss(model, given)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if len(calls) % every == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -104,7 +104,7 @@ class TestNothingChanges:
 
         model = Noisy().train()
         given = gru(model=model)
-        gru_loss(model, batch(1)).backward()
+        gru_loss(model, batch(1)).backward()  # type: ignore[no-untyped-call]
         before = snapshot(given)
         probe_of(given)
         assert same(before, snapshot(given))
@@ -197,10 +197,27 @@ class TestUnchangedWeights:
 
     def test_train_step_without_a_step(self) -> None:
         def step(model: Any, optimizer: Any, given: Any) -> float:
-            gru_loss(model, given).backward()
+            gru_loss(model, given).backward()  # type: ignore[no-untyped-call]
             return 0.0
 
         assert set(alarms(gru(train_step=step))) == {"GS406"}
+
+    def test_undeclared_accumulation_is_waited_for(self) -> None:
+        count = []
+
+        def step(model: Any, optimizer: Any, given: Any) -> float:
+            count.append(1)
+            gru_loss(model, given).backward()  # type: ignore[no-untyped-call]
+            if len(count) % 8 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            return 0.0
+
+        assert alarms(gru(train_step=step)) == {}
+        assert len(count) == 8
+
+    def test_longer_accumulation_than_is_run_is_unknown(self) -> None:
+        assert verdicts(gru(accumulation_steps=64), "GS406")["GS406"].outcome is Outcome.UNKNOWN
 
     def test_equal_rewards_are_unknown_not_found(self) -> None:
         given = gru(loss_fn=lambda m, b: gru_loss(m, b) * 0.0, train_step=None)
@@ -226,7 +243,7 @@ class TestUnchangedWeights:
 class TestClearing:
     def test_never_cleared(self) -> None:
         def step(model: Any, optimizer: Any, given: Any) -> float:
-            gru_loss(model, given).backward()
+            gru_loss(model, given).backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # hides the growth
             optimizer.step()
             return 0.0
@@ -241,7 +258,7 @@ class TestClearing:
 
         def step(model: Any, optimizer: Any, given: Any) -> float:
             stale.zero_grad()
-            gru_loss(model, given).backward()
+            gru_loss(model, given).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             return 0.0
 
@@ -251,7 +268,7 @@ class TestClearing:
         for to_none in (True, False):
 
             def step(model: Any, optimizer: Any, given: Any, to_none: bool = to_none) -> float:
-                gru_loss(model, given).backward()
+                gru_loss(model, given).backward()  # type: ignore[no-untyped-call]
                 optimizer.zero_grad(set_to_none=to_none)
                 optimizer.step()
                 return 0.0
@@ -264,7 +281,7 @@ class TestClearing:
         def step(model: Any, optimizer: Any, given: Any) -> float:
             if not after:
                 optimizer.zero_grad(set_to_none=to_none)
-            gru_loss(model, given).backward()
+            gru_loss(model, given).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if after:
                 model.zero_grad(set_to_none=to_none)
@@ -277,7 +294,7 @@ class TestClearing:
 
         def accumulate(model: Any, optimizer: Any, given: Any) -> float:
             count.append(1)
-            (gru_loss(model, given) / 2).backward()
+            (gru_loss(model, given) / 2).backward()  # type: ignore[no-untyped-call]
             if len(count) % 2 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -287,7 +304,7 @@ class TestClearing:
             def closure() -> torch.Tensor:
                 optimizer.zero_grad()
                 loss = gru_loss(model, given)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 return loss
 
             return float(optimizer.step(closure).detach())
@@ -329,7 +346,7 @@ class TestScaler:
 
         def step(model: Any, optimizer: Any, given: Any) -> float:
             optimizer.zero_grad()
-            scaler.scale(gru_loss(model, given) * 1e15 * loss_times).backward()
+            scaler.scale(gru_loss(model, given) * 1e15 * loss_times).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             if update:
                 scaler.update()

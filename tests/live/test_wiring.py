@@ -29,7 +29,7 @@ class TestFacts:
         given = gru()
         wiring = wiring_of(given)
         loss = gru_loss(given["model"], given["batches"][0])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for name, p in given["model"].named_parameters():
             facts = wiring.named(name)
             assert facts is not None
@@ -65,7 +65,7 @@ class TestFacts:
 
     def test_existing_gradients_stay(self) -> None:
         given = gru()
-        gru_loss(given["model"], given["batches"][1]).backward()
+        gru_loss(given["model"], given["batches"][1]).backward()  # type: ignore[no-untyped-call]
         grads = [p.grad for p in given["model"].parameters()]
         before = snapshot(given)
         wiring_of(given)
@@ -115,7 +115,7 @@ class TestOptimizer:
             for o in optimizers:
                 o.zero_grad()
             loss = gru_loss(model, given)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             for o in optimizers:
                 o.step()
             return float(loss)
@@ -136,7 +136,7 @@ class TestOptimizer:
             optimizer.zero_grad()
             hidden.zero_grad()
             loss = gru_loss(model, given)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             hidden.step()
             return float(loss)
@@ -229,7 +229,8 @@ class TestCutGraph:
                 self.score = nn.Linear(D, 1)
 
             def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-                return self.score(hidden).squeeze(-1).topk(4, dim=-1).indices
+                chosen: torch.Tensor = self.score(hidden).squeeze(-1).topk(4, dim=-1).indices
+                return chosen
 
         class Sparse(GruLM):
             def __init__(self) -> None:
@@ -247,6 +248,22 @@ class TestCutGraph:
         torch.manual_seed(0)
         found = verdicts({"model": Sparse(), "batch": batch(), "loss_fn": gru_loss}, "GS603")["GS603"]
         assert found.outcome is Outcome.CLEAR
+
+    def test_a_target_network_that_no_optimizer_holds_is_silent(self) -> None:
+        class Byol(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.online, self.target = nn.Embedding(V, D), nn.Embedding(V, D)
+
+            def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+                with torch.no_grad():
+                    aim = self.target(targets)
+                return {"loss": (self.online(tokens) - aim).square().mean()}
+
+        model = Byol()
+        given: dict[str, Any] = {"model": model, "batch": batch()}
+        assert set(alarms({**given, "optimizer": torch.optim.SGD(model.online.parameters(), lr=0.1)})) == set()
+        assert set(alarms({**given, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})) == {"GS603"}
 
     def test_everything_cut(self) -> None:
         given = gru(loss_fn=lambda m, b: gru_loss(m, b).detach(), train_step=None)
@@ -334,7 +351,7 @@ class TestGradMode:
             torch.set_grad_enabled(True)
             optimizer.zero_grad()
             loss = gru_loss(model, given)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             torch.set_grad_enabled(False)
             gru_loss(model, given)
@@ -346,7 +363,7 @@ class TestGradMode:
     def test_no_grad_evaluation_is_silent(self) -> None:
         def step(model: Any, optimizer: Any, given: Any) -> float:
             optimizer.zero_grad()
-            gru_loss(model, given).backward()
+            gru_loss(model, given).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             with torch.no_grad():
                 return float(gru_loss(model, given))

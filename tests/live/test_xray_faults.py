@@ -229,3 +229,80 @@ def test_the_fault_is_found_alone_and_its_twin_is_silent(name: str) -> None:
     code, broken, healthy = FAULTS[name]
     assert loud(verdicts({**broken()})).keys() == {code}
     assert loud(verdicts({**healthy()})) == {}
+
+
+def two_ahead(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Multi-token prediction: the same head once more on a further layer."""
+    assert isinstance(m, Ahead)
+    first, second = m(b["input_ids"], b["attention_mask"])
+    labels = b["labels"]
+    return functional.cross_entropy(first[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + 0.3 * functional.cross_entropy(
+        second[:, :-2].flatten(0, 1), labels[:, 2:].flatten()
+    )
+
+
+class Ahead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Decoder()
+        self.deeper = nn.Linear(D, D)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states: list[torch.Tensor] = []
+        handle = self.trunk.norm.register_forward_hook(lambda m, a, o: states.append(o))
+        logits = self.trunk(input_ids, attention_mask)
+        handle.remove()
+        return logits, self.trunk.out(self.trunk.norm(states[0] + self.deeper(states[0]).tanh()))
+
+
+def prefix(b: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The first five tokens see one another; what follows is causal, and only that is trained."""
+
+    class Prefix(Decoder):
+        def forward(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            x = self.tokens(input_ids) + self.positions(torch.arange(T))
+            q, k, v = self.query_key_value(x).chunk(3, -1)
+            allowed = torch.ones(T, T).bool().tril()
+            allowed[:5, :5] = True
+            x = x + self.back((q @ k.transpose(1, 2) / D**0.5).masked_fill(~allowed, -1e9).softmax(-1) @ v)
+            logits: torch.Tensor = self.out(self.norm(x))
+            return logits
+
+    return setup({**b, "labels": b["labels"].masked_fill(torch.arange(T) < 6, -100)}, model=Prefix(), intent="prefix")
+
+
+def summed(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = m(b["input_ids"], b["attention_mask"])[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), b["labels"][:, 1:].flatten(), reduction="sum")
+
+
+def equal_rewards(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
+    logp = m(b["input_ids"], b["attention_mask"])[:, :-1].log_softmax(-1)
+    chosen = logp.gather(-1, b["input_ids"][:, 1:, None])[..., 0]
+    advantage = torch.zeros(B, 1)
+    loss: torch.Tensor = -(advantage * chosen * b["attention_mask"][:, 1:]).sum() / B
+    return loss
+
+
+def backward(m: nn.Module, _: Any, b: dict[str, torch.Tensor]) -> None:
+    shifted_loss(m, b).backward()  # type: ignore[no-untyped-call]
+
+
+LOOK_ALIKES: dict[str, Callable[[], dict[str, Any]]] = {
+    "multi-token prediction": lambda: setup(loss_fn=two_ahead, model=Ahead()),
+    "a prefix that is seen": lambda: prefix(texts(lengths=(T,) * B)),
+    "a sum over tokens": lambda: setup(loss_fn=summed),
+    "groups of equal reward": lambda: setup(loss_fn=equal_rewards, intent="rl"),
+    "micro-batches of equal counts": lambda: setup(batches=[texts(1), texts(2)], accumulation_steps=2),
+    "a smaller vocabulary than table": lambda: setup(model=garbage(0.1)),
+    "texts without an end token": lambda: setup(texts(lengths=(T,) * B, end=40)),
+    "left padding": lambda: setup({k: v.flip(1) for k, v in texts().items()}, tokenizer=Words()),
+    "a train step alone": lambda: setup(loss_fn=None, train_step=backward),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_look_alikes_stay_silent(name: str) -> None:
+    checks = [c for c in registry().checks if c.code.startswith(MINE)]
+    case = Case([make_setup({k: v for k, v in LOOK_ALIKES[name]().items() if v is not None})], registry().instruments)
+    assert loud(tuple(ask(case, c) for c in checks)) == {}

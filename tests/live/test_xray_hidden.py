@@ -11,6 +11,9 @@ from torch.nn import functional
 
 from ghoststep.errors import CannotLook
 from ghoststep.evidence.loss import LossKind
+from ghoststep.instruments.live.calling import live_call
+from ghoststep.instruments.live.loss_xray import loss_xray
+from ghoststep.subjects.setup import make_setup
 from tests.live.test_xray_twin import BATCH, NEXT, assert_as_twin, hard, xray
 from tests.live.xray_models import B, D, T, Tiny, V, setup_of
 
@@ -68,6 +71,13 @@ def test_a_fused_loss_that_never_calls_the_head(scale: float, cap: float) -> Non
     assert found.residual < 1e-2
 
 
+def test_fast_takes_the_nearest_head_row() -> None:
+    setup = make_setup(setup_of(Tiny(), BATCH, fused()), fast=True)
+    found = loss_xray.function(setup, live_call.function(setup))
+    assert_as_twin(found, hard)
+    assert found.num_forward <= 4
+
+
 def test_in_bfloat16_weights_are_within_one_percent() -> None:
     found = xray(setup_of(Tiny().to(torch.bfloat16), BATCH, fused()))
     assert_as_twin(found, hard, tolerance=1e-2)
@@ -111,6 +121,20 @@ def test_signed_weights() -> None:
     expected = torch.where(NEXT >= 0, advantage.expand(B, T) / count, 0.0).double()
     torch.testing.assert_close(torch.from_numpy(found.weight_BT), expected, rtol=1e-5, atol=1e-9)
     assert found.target_BT.tolist() == torch.where(NEXT >= 0, NEXT, -1).tolist()
+
+
+def test_a_preference_pulls_two_answers_apart_with_equal_weights() -> None:
+    def loss(model: Tiny, b: dict[str, torch.Tensor]) -> torch.Tensor:
+        h, labels = model.hidden(b["input_ids"])[:, :-1].flatten(0, 1), NEXT[:, :-1].flatten()
+        logp = apply(h, model.head_weight(), labels.clamp_min(0), 1.0, 0.0) * (labels >= 0)
+        answers = logp.reshape(B, T - 1).sum(1)
+        return -functional.logsigmoid(0.1 * (answers[0] - answers[1]))
+
+    found = xray(setup_of(Tiny(), BATCH, loss))
+    assert found.kind is LossKind.POLICY
+    weights = found.weight_BT[found.weight_BT != 0]
+    assert abs(abs(weights) / abs(weights[0]) - 1).max() < 1e-5
+    assert (found.target_BT[:2] == torch.where(NEXT >= 0, NEXT, -1)[:2].numpy()).all()
 
 
 def test_more_positions_than_hidden_dimensions_are_all_read() -> None:

@@ -247,6 +247,13 @@ def test_weights_across_the_micro_batches_of_a_window() -> None:
         assert found.weights[1] / found.weights[0] == pytest.approx(ratio, rel=1e-5)
 
 
+def test_fast_reads_the_same_in_two_forwards() -> None:
+    setup = make_setup(setup_of(Tiny(), BATCH, own_loss), fast=True)
+    found = loss_xray.function(setup, live_call.function(setup))
+    assert_as_twin(found, hard)
+    assert (found.num_forward, found.kind) == (2, LossKind.HARD)
+
+
 def test_next_labels_are_one_ahead() -> None:
     setup = make_setup(setup_of(Tiny(), BATCH, own_loss))
     call = live_call.function(setup)
@@ -254,3 +261,30 @@ def test_next_labels_are_one_ahead() -> None:
     assert measure_shift(loss_xray.function(setup, call), facts).offset == 1
     assert facts.sides == "right"
     assert int(NEXT.max()) < V
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "cohere", "mixtral", "mamba", "llama", "bert", "t5"])
+def test_healthy_models_of_the_library_are_silent(name: str) -> None:
+    from ghoststep.engine import Case, ask
+    from ghoststep.finding import Outcome, Severity
+    from ghoststep.registry import load
+
+    registry = load(plugins=False)
+    given: dict[str, Any] = {"batch": BATCH}
+    if name == "bert":
+        chosen = (torch.arange(12) % 3 == 1) & (BATCH["attention_mask"] == 1)
+        ids, labels = torch.where(chosen, 2, BATCH["input_ids"]), torch.where(chosen, BATCH["input_ids"], -100)
+        given["batch"] = {**BATCH, "input_ids": ids, "labels": labels}
+        given["model"] = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, intermediate_size=24))
+    elif name == "t5":
+        config = transformers.T5Config(
+            vocab_size=V, d_model=D, d_ff=24, d_kv=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+        given["model"] = transformers.T5ForConditionalGeneration(config)
+    else:
+        given["model"] = hugging(name)
+    case = Case([make_setup(given)], registry.instruments)
+    said = [ask(case, c) for c in registry.checks if c.code.startswith(("GS2", "GS003", "GS010"))]
+    found = [v for v in said if v.outcome in (Outcome.FOUND, Outcome.BROKEN) and v.severity is not Severity.NOTE]
+    assert not [(v.code, v.reason, [f.message for f in v.findings]) for v in found]
+    assert case.fact(LossXray).kind is LossKind.HARD  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ def gru_loss(model: Any, given: Any) -> torch.Tensor:
 def good_step(model: Any, optimizer: Any, given: Any) -> float:
     optimizer.zero_grad()
     loss = gru_loss(model, given)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return float(loss.detach())
 
@@ -83,7 +83,7 @@ def llama(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> Any:
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=32, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype)
+    return LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
 
 
 def lm_batch(seed: int = 0, high: int = 64) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.mutations import models
@@ -40,10 +39,10 @@ class Arch:
         return self.make().train()
 
     def batch(self, seed: int = 0, side: str = "right") -> Batch:
-        """A fresh batch of four examples of unequal length."""
-        return {"causal": causal_batch, "masked": masked_batch, "seq2seq": seq2seq_batch, "contrastive": pair_batch}[self.intent](
-            seed, side
-        )
+        """A fresh batch of four examples of unequal length (eight pairs if contrastive)."""
+        return {"causal": causal_batch, "masked": masked_batch, "seq2seq": seq2seq_batch, "contrastive": pair_batch}[
+            self.intent
+        ](seed, side)
 
     def call(self, model: nn.Module, batch: Batch) -> Any:
         """The model's output, without its loss."""
@@ -56,19 +55,23 @@ class Arch:
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """[B, T, V]; for sentence encoders the vectors of the first sentences, [B, 1, D]."""
+        found: Tensor
         if self.intent == "contrastive":
-            return model(batch["input_ids"], batch["attention_mask"])[:, None]
+            found = model(batch["input_ids"], batch["attention_mask"])[:, None]
+            return found
         out = self.call(model, batch)
-        if self.hf:
-            return out.logits
-        return out if isinstance(out, Tensor) else out[0] if isinstance(out, tuple) else out["logits"]
+        if isinstance(out, Tensor):
+            return out
+        found = out[0] if isinstance(out, tuple) else out["logits"]
+        return found
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The healthy loss."""
         if self.intent == "contrastive":
             return contrastive_loss(model, batch)
         if self.hf:
-            return model(**{k: v for k, v in batch.items() if k != "num_items_in_batch"}).loss
+            loss: Tensor = model(**{k: v for k, v in batch.items() if k != "num_items_in_batch"}).loss
+            return loss
         return next_token_loss(self.logits(model, batch), batch["labels"])
 
     @property
@@ -80,7 +83,9 @@ class Arch:
 def next_token_loss(logits: Tensor, labels: Tensor, shift: int = 1, **options: Any) -> Tensor:
     """Cross-entropy of the logits at t with the label at t + shift."""
     end = logits.shape[1] - shift
-    return F.cross_entropy(logits[:, :end].reshape(-1, logits.shape[-1]), labels[:, shift:].reshape(-1), ignore_index=-100, **options)
+    return torch.nn.functional.cross_entropy(
+        logits[:, :end].reshape(-1, logits.shape[-1]), labels[:, shift:].reshape(-1), ignore_index=-100, **options
+    )
 
 
 def contrastive_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -89,7 +94,7 @@ def contrastive_loss(model: nn.Module, batch: Batch) -> Tensor:
     p = model(batch["positive_ids"], batch["positive_mask"])
     similarity = a @ p.T * model.logit_scale.exp()  # type: ignore[operator]
     target = torch.arange(len(a))
-    return (F.cross_entropy(similarity, target) + F.cross_entropy(similarity.T, target)) / 2
+    return (torch.nn.functional.cross_entropy(similarity, target) + torch.nn.functional.cross_entropy(similarity.T, target)) / 2
 
 
 def sentences(seed: int, side: str, lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor]:
@@ -125,10 +130,10 @@ def masked_batch(seed: int, side: str) -> Batch:
 
 
 def seq2seq_batch(seed: int, side: str) -> Batch:
-    """A source and a target; the decoder's inputs are the target shifted right behind PAD."""
+    """A source and a target; the decoder's inputs are the target shifted right behind EOS."""
     source, mask = sentences(seed, side)
     target, target_mask = sentences(seed + 1000, "right", (12, 20, 15, 8))
-    decoder = torch.cat([torch.full((len(target), 1), PAD), target[:, :-1]], 1)
+    decoder = torch.cat([torch.full((len(target), 1), EOS), target[:, :-1]], 1)
     return {
         "input_ids": source,
         "attention_mask": mask,
@@ -138,9 +143,9 @@ def seq2seq_batch(seed: int, side: str) -> Batch:
 
 
 def pair_batch(seed: int, side: str) -> Batch:
-    """Pairs of sentences that share their words."""
-    first, mask = sentences(seed, side)
-    second, positive_mask = sentences(seed + 500, side, (14, 20, 11, 9))
+    """Eight pairs of sentences that share their words."""
+    first, mask = sentences(seed, side, LENGTHS * 2)
+    second, positive_mask = sentences(seed + 500, side, (14, 20, 11, 9) * 2)
     for i in range(len(first)):
         words = first[i][first[i] >= FIRST_WORD]
         place = second[i] >= FIRST_WORD
@@ -161,7 +166,9 @@ def tokenizer(words: int = V, *, bos: bool = False, pad: str = "<pad>") -> Any:
     made.pre_tokenizer = WhitespaceSplit()
     if bos:
         made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=pad, bos_token="<s>", eos_token="</s>", mask_token="<mask>")
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=made, pad_token=pad, bos_token="<s>", eos_token="</s>", mask_token="<mask>"
+    )
 
 
 def train_step_of(loss_fn: Callable[[Any, Batch], Tensor]) -> Callable[[Any, Any, Batch], float]:
@@ -177,7 +184,9 @@ def train_step_of(loss_fn: Callable[[Any, Batch], Tensor]) -> Callable[[Any, Any
     return train_step
 
 
-def standard(arch: Arch, *, model: nn.Module | None = None, loss_fn: Any = None, batches: Any = None, side: str = "right") -> Setup:
+def standard(
+    arch: Arch, *, model: nn.Module | None = None, loss_fn: Any = None, batches: Any = None, side: str = "right"
+) -> Setup:
     """The healthy setup of an architecture, or one with another model, loss or batches."""
     model = arch.build() if model is None else model
     loss_fn = loss_fn or arch.loss
@@ -201,7 +210,9 @@ ARCHITECTURES: tuple[Arch, ...] = (
     Arch(name="gpt2", intent="causal", make=models.gpt2, traits=_FIXED | {"packs", "tied"}),
     Arch(name="neox", intent="causal", make=models.neox, traits=_ATTENTION | {"packs"}),
     Arch(name="gemma2", intent="causal", make=models.gemma2, traits=_ATTENTION | {"packs", "tied"}),
-    Arch(name="bloom", intent="causal", make=models.bloom, traits=frozenset({"attention", "wrapped", "tied", "mask_positions"})),
+    Arch(
+        name="bloom", intent="causal", make=models.bloom, traits=frozenset({"attention", "wrapped", "tied", "mask_positions"})
+    ),
     Arch(name="opt", intent="causal", make=models.opt, traits=_ATTENTION | {"tied", "mask_positions"}),
     Arch(name="mixtral", intent="causal", make=models.mixtral, traits=_ATTENTION | {"packs", "moe"}),
     Arch(name="olmoe", intent="causal", make=models.olmoe, traits=_ATTENTION | {"packs", "moe"}),

@@ -89,11 +89,10 @@ def _wrap(module: Any, transform: MaskTransform, gain: float) -> None:
     module.forward = changed
 
 
-def output_projections(arch: Arch, model: nn.Module) -> list[nn.Linear]:
+def output_projections(arch: Arch, model: nn.Module) -> list[Any]:
     """The linear layer that ends each self-attention."""
-    names = ("o_proj", "out_proj", "attn.c_proj", "attention.dense", "self_attention.dense", "attention.output.dense", "blocks.0.out",
-             "blocks.1.out", "SelfAttention.o")  # fmt: skip
-    return [m for n, m in model.named_modules() if n.endswith(names) and hasattr(m, "weight")]  # type: ignore[misc]
+    names = ("o_proj", "out_proj", "attn.c_proj", "attention.dense", "blocks.0.out", "blocks.1.out", "SelfAttention.o")
+    return [m for n, m in model.named_modules() if n.endswith(names) and hasattr(m, "weight")]
 
 
 def _parts(bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ Shapes: B examples, T positions, V tokens.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,9 +37,12 @@ def influence(arch: Arch, setup: Setup, key: str = "") -> Tensor:
 
 def real(arch: Arch, batch: Batch) -> Tensor:
     """[B, T] bool: positions of real tokens on the side of the logits."""
+    found: Tensor = batch["input_ids"] != 0
     if arch.intent == "seq2seq":
-        return batch["labels"] != -100
-    return (batch["input_ids"] != 0) & (batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0)
+        found = batch["labels"] != -100
+    elif "attention_mask" in batch:
+        found = found & (batch["attention_mask"] != 0)
+    return found
 
 
 def _share(moved: Tensor, forbidden: Tensor, allowed: Tensor) -> float:
@@ -111,9 +115,9 @@ def output_change(arch: Arch, broken: Setup, healthy: Setup) -> float:
     """Largest change of a real position's logits against the healthy twin on its own batch, over the logits' standard deviation."""
     one, two = outputs(arch, broken, broken["batches"][0]), outputs(arch, healthy, healthy["batches"][0])
     if arch.intent == "contrastive":
-        return ((one - two).norm() / two.norm()).item()
+        return float((one - two).norm() / two.norm())
     is_one, is_two = real(arch, broken["batches"][0]), real(arch, healthy["batches"][0])
-    return ((one[is_one] - two[is_two]).abs().max() / two[is_two].std()).item()
+    return float((one[is_one] - two[is_two]).abs().max() / two[is_two].std())
 
 
 def gradients(setup: Setup) -> dict[str, Tensor]:
@@ -136,7 +140,7 @@ def gradient_change(arch: Arch, broken: Setup, healthy: Setup) -> float:
     difference = sum((one[n] - two[n]).square().sum() for n in two)
     norm = sum(g.square().sum() for g in two.values())
     change = (torch.as_tensor(difference) / torch.as_tensor(norm)).sqrt().item()
-    return change if change == change else float("inf")
+    return float("inf") if math.isnan(change) else change
 
 
 def take_steps(setup: Setup, steps: int = 4) -> dict[str, Tensor]:
@@ -156,7 +160,7 @@ def movement_change(arch: Arch, broken: Setup, healthy: Setup) -> float:
     difference = sum(((one[n] - two[n]).square().sum() for n in shared), torch.zeros(()))
     norm = sum((two[n].square().sum() for n in shared), torch.zeros(()))
     change = (difference / norm).sqrt().item()
-    return change if change == change else float("inf")
+    return float("inf") if math.isnan(change) else change
 
 
 def unmoved_share(arch: Arch, broken: Setup, healthy: Setup) -> float:

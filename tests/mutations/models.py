@@ -27,14 +27,16 @@ _COMMON: dict[str, Any] = {
 def _hf(model_name: str, config_name: str, **options: Any) -> nn.Module:
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = getattr(transformers, config_name)(**{**_COMMON, **options})
     model: nn.Module = getattr(transformers, model_name)(config)
     return model
 
 
 def _gated(model_name: str, config_name: str, **options: Any) -> nn.Module:
-    return _hf(model_name, config_name, **{"intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": False, **options})
+    return _hf(
+        model_name, config_name, **{"intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": False, **options}
+    )
 
 
 def llama() -> nn.Module:
@@ -107,15 +109,21 @@ def bert() -> nn.Module:
 
 def bart() -> nn.Module:
     """An encoder-decoder with learned positions, tied head, dropout 0.1."""
-    shape = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    sizes = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.2, "decoder_start_token_id": 0}
+    shape = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    }
+    sizes = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.2, "decoder_start_token_id": 2}
     return _hf("BartForConditionalGeneration", "BartConfig", **shape, **sizes)
 
 
 def t5() -> nn.Module:
     """An encoder-decoder with relative position biases, dropout 0.1."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 0.3}
-    return _hf("T5ForConditionalGeneration", "T5Config", **sizes, decoder_start_token_id=0, tie_word_embeddings=False)
+    return _hf("T5ForConditionalGeneration", "T5Config", **sizes, decoder_start_token_id=2, tie_word_embeddings=False)
 
 
 def plain_tensor() -> nn.Module:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 MaskTransform = Callable[[Tensor, bool], Tensor]
@@ -61,7 +60,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         a = attend(q, k, v, bias, self.gain * (D // self.heads) ** -0.5)
         x = x + self.out(a.transpose(1, 2).reshape(B, T, D))
-        return x + self.mlp(self.norm2(x))
+        y: Tensor = x + self.mlp(self.norm2(x))
+        return y
 
 
 class Trunk(nn.Module):
@@ -91,7 +91,8 @@ class Trunk(nn.Module):
         x = self.embed(ids) + self.positions(position_ids)
         for block in self.blocks:
             x = block(x, bias)
-        return self.norm(x)
+        y: Tensor = self.norm(x)
+        return y
 
 
 class PlainLM(nn.Module):
@@ -128,7 +129,7 @@ class SentenceEncoder(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, T] ids and mask to [B, D]."""
-        return F.normalize(self.pool(self.trunk(input_ids, attention_mask), attention_mask), dim=-1)
+        return torch.nn.functional.normalize(self.pool(self.trunk(input_ids, attention_mask), attention_mask), dim=-1)
 
     def pool(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         """One vector an example from its real tokens."""

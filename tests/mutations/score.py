@@ -22,6 +22,9 @@ from tests.mutations.faults import FAULTS
 FIRST, LATER, WEAK, WRONG, MISSED, UNKNOWN, BROKEN, HARMLESS = (
     "first", "later", "weak", "wrong", "missed", "unknown", "broken", "harmless"
 )  # fmt: skip
+VARIANTS = ("train", "eval", "bf16", "fast")
+VARIED = frozenset({"labels", "mask", "recurrent", "routing", "documents", "examples", "positions", "encoders"})
+"""Families that a variant other than "train" is run on: what they do does not depend on the mode or dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +50,19 @@ class Cell:
     seconds: float = 0.0
 
 
-def judge(setup: Setup, codes: Sequence[str]) -> tuple[tuple[Heard, ...], tuple[tuple[str, str], ...]]:
+def judge(setup: Setup, codes: Sequence[str], variant: str = "train") -> tuple[tuple[Heard, ...], tuple[tuple[str, str], ...]]:
     """Findings from warning on in reading order, broken checks last; and (outcome, reason) of the verdicts of `codes`."""
     import ghoststep
 
-    report = ghoststep.check(**setup)
+    report = ghoststep.check(**setup, fast=variant == "fast")
     heard = [
         Heard(code=v.code, severity=(f.severity or v.severity).value, message=f.message)
         for v, f in report.findings
         if (f.severity or v.severity).rank > 0
     ]
-    heard += [Heard(code=v.code, severity="broken", message=v.reason or "") for v in report.verdicts if v.outcome.value == "broken"]
+    heard += [
+        Heard(code=v.code, severity="broken", message=v.reason or "") for v in report.verdicts if v.outcome.value == "broken"
+    ]
     asked = [report.verdict(c) for c in codes if any(v.code == c for v in report.verdicts)]
     return tuple(heard), tuple((v.outcome.value, v.reason or "") for v in asked)
 
@@ -79,26 +84,28 @@ def outcome_of(fault: Fault, heard: Sequence[Heard], asked: Sequence[tuple[str, 
     return UNKNOWN if asked and all(o == "unknown" for o, _ in asked) else MISSED
 
 
-def cell(fault: Fault, arch: Arch, healthy_seen: dict[object, tuple[Heard, ...]]) -> Cell | None:
+def cell(fault: Fault, arch: Arch, healthy_seen: dict[object, tuple[Heard, ...]], variant: str) -> Cell | None:
     """Harm, the broken twin, the healthy twin. None where the fault does not apply."""
     fresh()
-    if fault.make(arch) is None:
+    broken = fault.make(arch)
+    if broken is None or (variant != "train" and fault.family not in VARIED):
         return None
     fresh()
-    harm = fault.harm(arch)
+    twin = vary(fault.healthy(arch), variant)
     fresh()
-    broken = fault.make(arch)
-    assert broken is not None
+    harm = fault.measure(arch, vary(broken, variant), twin)
+    fresh()
+    broken = vary(fault.make(arch) or broken, variant)
     started = time.perf_counter()
     try:
-        heard, asked = judge(broken, fault.codes)
+        heard, asked = judge(broken, fault.codes, variant)
     except Exception as error:
         heard, asked = (Heard(code="raised", severity="broken", message=f"{type(error).__name__}: {error}"),), ()
     seconds = time.perf_counter() - started
     fresh()
     if fault.healthy not in healthy_seen:
         try:
-            healthy_seen[fault.healthy] = judge(fault.healthy(arch), ())[0]
+            healthy_seen[fault.healthy] = judge(vary(fault.healthy(arch), variant), (), variant)[0]
         except Exception as error:
             healthy_seen[fault.healthy] = (Heard(code="raised", severity="broken", message=f"{type(error).__name__}: {error}"),)
     fresh()
@@ -110,27 +117,36 @@ def cell(fault: Fault, arch: Arch, healthy_seen: dict[object, tuple[Heard, ...]]
     )
 
 
+def vary(setup: Setup, variant: str) -> Setup:
+    """The same setup in eval mode, or with bfloat16 weights (and an optimizer over them)."""
+    if variant == "eval":
+        setup["model"].eval()
+    if variant == "bf16":
+        setup["model"].to(torch.bfloat16)
+    return setup
+
+
 def fresh() -> None:
     """Undo what a fault may leave behind in this process."""
     torch.set_grad_enabled(True)
     torch.manual_seed(0)
 
 
-def on_arch(arch_name: str, fault_names: Sequence[str]) -> list[Cell]:
+def on_arch(arch_name: str, fault_names: Sequence[str], variant: str = "train") -> list[Cell]:
     """All given faults on one architecture."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     seen: dict[object, tuple[Heard, ...]] = {}
-    found = (cell(FAULTS_BY_NAME[name], BY_NAME[arch_name], seen) for name in fault_names)
+    found = (cell(FAULTS_BY_NAME[name], BY_NAME[arch_name], seen, variant) for name in fault_names)
     return [c for c in found if c is not None]
 
 
-def run(arch_names: Sequence[str], fault_names: Sequence[str], jobs: int) -> list[Cell]:
+def run(arch_names: Sequence[str], fault_names: Sequence[str], jobs: int, variant: str = "train") -> list[Cell]:
     """All given cells, one architecture a task."""
     if jobs == 1:
-        return [c for name in arch_names for c in on_arch(name, fault_names)]
+        return [c for name in arch_names for c in on_arch(name, fault_names, variant)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        parts = pool.map(on_arch, arch_names, [fault_names] * len(arch_names))
+        parts = pool.map(on_arch, arch_names, [fault_names] * len(arch_names), [variant] * len(arch_names))
         return [c for part in parts for c in part]
 
 
@@ -139,13 +155,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", action="append", choices=list(FAULTS_BY_NAME))
     parser.add_argument("--arch", action="append", choices=list(BY_NAME))
+    parser.add_argument("--variant", choices=VARIANTS, default="train")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args(arguments)
     from tests.mutations.table import table
 
     started = time.perf_counter()
-    cells = run(chosen.arch or [a.name for a in ARCHITECTURES], chosen.fault or [f.name for f in FAULTS], chosen.jobs)
+    cells = run(
+        chosen.arch or [a.name for a in ARCHITECTURES], chosen.fault or [f.name for f in FAULTS], chosen.jobs, chosen.variant
+    )
     text = table(cells, time.perf_counter() - started)
     if chosen.output:
         chosen.output.write_text(text, encoding="utf-8")

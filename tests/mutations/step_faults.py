@@ -1,21 +1,33 @@
-"""Faults of gradients, optimizers and schedules (GS4, GS6)."""
+"""Faults of parameters, gradients and optimizers (GS4, GS6)."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.mutations import harm
-from tests.mutations.architectures import Arch, Batch, Setup, V, standard, tokenizer
+from tests.mutations.architectures import (
+    Arch,
+    Setup,
+    V,
+    standard,
+    tokenizer,
+)
 from tests.mutations.fault import Fault, Measure
-from tests.mutations.mask_faults import layers, on
-from tests.mutations.vocab_faults import embedding, head, untied
+from tests.mutations.planting import (
+    embedding,
+    head,
+    layers,
+    on,
+    untied,
+)
 
 UNMOVED = "share of the twin's moving parameters that do not move in four steps"
 
@@ -129,152 +141,6 @@ def unmoved_elements(arch: Arch, broken: Setup, healthy: Setup) -> float:
     return still / total
 
 
-def rate_zero(arch: Arch) -> Setup:
-    """A learning rate of zero."""
-    setup = standard(arch)
-    for group in setup["optimizer"].param_groups:
-        group["lr"] = 0.0
-    return setup
-
-
-def stepping(step: Callable[[Any, Any, Tensor], None]) -> Callable[[Arch], Setup]:
-    """A training step that does `step(model, optimizer, loss)` with its loss."""
-
-    def make(arch: Arch) -> Setup:
-        setup = standard(arch)
-
-        def train_step(model: Any, optimizer: Any, batch: Batch) -> float:
-            loss = setup["loss_fn"](model, batch)
-            step(model, optimizer, loss)
-            return float(loss.item())
-
-        return {**setup, "train_step": train_step}
-
-    return make
-
-
-def never_cleared(model: Any, optimizer: Any, loss: Tensor) -> None:
-    """Gradients pile up."""
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-
-
-def cleared_first(model: Any, optimizer: Any, loss: Tensor) -> None:
-    """Gradients are gone before they are used."""
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.zero_grad()
-    optimizer.step()
-
-
-def clipped(bound: float) -> Callable[[Arch], Setup]:
-    """Clipping with the given bound."""
-
-    def step(model: Any, optimizer: Any, loss: Tensor) -> None:
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
-        optimizer.step()
-
-    return lambda arch: {**stepping(step)(arch), "max_grad_norm": bound}
-
-
-def scheduled(steps_it: bool) -> Callable[[Arch], Setup]:
-    """A linear warm-up from zero that is stepped, or never is."""
-
-    def make(arch: Arch) -> Setup:
-        setup = standard(arch)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(setup["optimizer"], lambda s: min(1.0, s / 2))
-        inner = setup["train_step"]
-
-        def train_step(model: Any, optimizer: Any, batch: Batch) -> float:
-            loss = float(inner(model, optimizer, batch))
-            if steps_it:
-                scheduler.step()
-            return loss
-
-        return {**setup, "train_step": train_step, "scheduler": scheduler}
-
-    return make
-
-
-def halves(batch: Batch) -> list[Batch]:
-    """The batch in two micro-batches."""
-    return [{k: v[i : i + 2] for k, v in batch.items()} for i in (0, 2)]
-
-
-def accumulating(per_micro_batch: bool) -> Callable[[Arch], Setup]:
-    """A step of two micro-batches; the schedule advances with each, or once."""
-
-    def make(arch: Arch) -> Setup:
-        setup = standard(arch)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(setup["optimizer"], lambda s: 1 / (1 + s))
-
-        def train_step(model: Any, optimizer: Any, batch: Batch) -> float:
-            optimizer.zero_grad()
-            total, parts = 0.0, halves(batch)
-            for i, part in enumerate(parts):
-                loss = setup["loss_fn"](model, part) / len(parts)
-                loss.backward()
-                total += loss.item()
-                if i == len(parts) - 1:
-                    optimizer.step()
-                if per_micro_batch or i == len(parts) - 1:
-                    scheduler.step()
-            return total
-
-        return {**setup, "train_step": train_step, "scheduler": scheduler}
-
-    return make
-
-
-def rate_lost(arch: Arch, broken: Setup, healthy: Setup) -> float:
-    """Share of the learning rate lost against the twin after four steps."""
-    for setup in (broken, healthy):
-        harm.take_steps(setup)
-    return 1 - broken["optimizer"].param_groups[0]["lr"] / healthy["optimizer"].param_groups[0]["lr"]
-
-
-def scaled(backoff: float) -> Callable[[Arch], Setup]:
-    """float16 autocast with loss scaling that starts high and comes down by `backoff` at each overflow."""
-
-    def make(arch: Arch) -> Setup:
-        setup = standard(arch)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=backoff)
-
-        def loss_fn(model: Any, batch: Batch) -> Tensor:
-            with torch.autocast("cpu", torch.float16):
-                return arch.loss(model, batch)
-
-        def train_step(model: Any, optimizer: Any, batch: Batch) -> float:
-            optimizer.zero_grad()
-            loss = loss_fn(model, batch)
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            scaler.step(optimizer)
-            scaler.update()
-            return float(loss.item())
-
-        return {**setup, "loss_fn": loss_fn, "train_step": train_step, "scaler": scaler}
-
-    return make
-
-
-def anchored(squared: bool) -> Callable[[Arch], Setup]:
-    """A penalty on the distance from the first weights, whose root has no gradient at zero (the twin leaves the root out)."""
-
-    def make(arch: Arch) -> Setup:
-        model = arch.build()
-        name, parameter = [(n, p) for n, p in model.named_parameters() if p.requires_grad][0]
-        start = parameter.detach().clone()
-
-        def loss_fn(model: Any, batch: Batch) -> Tensor:
-            distance = (model.get_parameter(name) - start).square().sum()
-            return arch.loss(model, batch) + 1e-3 * (distance if squared else distance.sqrt())
-
-        return standard(arch, model=model, loss_fn=loss_fn)
-
-    return make
-
-
 def saving(everything: bool) -> Callable[[Arch], Setup]:
     """`save` keeps all that trains, or leaves the input embedding out."""
 
@@ -298,7 +164,6 @@ def saving(everything: bool) -> Callable[[Arch], Setup]:
 
 def lost_by_saving(arch: Arch, broken: Setup, healthy: Setup) -> float:
     """After four steps: largest change of a logit by saving and loading, in standard deviations."""
-    import tempfile
 
     harm.take_steps(broken)
     with tempfile.TemporaryDirectory() as folder:
@@ -309,7 +174,7 @@ def lost_by_saving(arch: Arch, broken: Setup, healthy: Setup) -> float:
     return ((one - two).abs().max() / one.std()).item()
 
 
-def _fault(
+def step_fault(
     name: str,
     code: str,
     make: Any,
@@ -322,7 +187,15 @@ def _fault(
     severity: str = "error",
 ) -> Fault:
     codes = codes or (code,)
-    given = {"make": make, "healthy": healthy, "measure": measure, "bound": bound, "unit": unit, "why": why, "severity": severity}
+    given = {
+        "make": make,
+        "healthy": healthy,
+        "measure": measure,
+        "bound": bound,
+        "unit": unit,
+        "why": why,
+        "severity": severity,
+    }
     return Fault(name=name, family="steps", codes=codes, **given)
 
 
@@ -331,7 +204,7 @@ def _checkpoints(arch: Arch) -> bool:
 
 
 FAULTS: tuple[Fault, ...] = (
-    _fault(
+    step_fault(
         "stale_optimizer",
         "",
         on(lambda a: full(a) and a.hf, resized(False)),
@@ -339,12 +212,14 @@ FAULTS: tuple[Fault, ...] = (
         codes=("GS602", "GS601"),
         why="the old tensor in the optimizer and the new one outside it are one fault",
     ),
-    _fault("embedding_forgotten", "GS601", on(full, embedding_forgotten)),
-    _fault("head_frozen", "GS604", on(untied, head_frozen), severity="warning", why="it may be meant"),
-    _fault("base_without_grad", "GS603", on(lambda a: full(a) and a.intent != "contrastive", base_without_grad)),
-    _fault("reentrant_checkpoints", "GS603", on(_checkpoints, checkpointed(True)), checkpointed(False)),
-    _fault("grad_mode_off", "GS612", on(anything, grad_off), measure=no_graph, bound=1.0, unit="1 if the loss has no graph"),
-    _fault(
+    step_fault("embedding_forgotten", "GS601", on(full, embedding_forgotten)),
+    step_fault("head_frozen", "GS604", on(untied, head_frozen), severity="warning", why="it may be meant"),
+    step_fault("base_without_grad", "GS603", on(lambda a: full(a) and a.intent != "contrastive", base_without_grad)),
+    step_fault("reentrant_checkpoints", "GS603", on(_checkpoints, checkpointed(True)), checkpointed(False)),
+    step_fault(
+        "grad_mode_off", "GS612", on(anything, grad_off), measure=no_graph, bound=1.0, unit="1 if the loss has no graph"
+    ),
+    step_fault(
         "bf16_small_rate",
         "GS406",
         on(lambda a: full(a) and a.intent == "causal", low_precision(torch.bfloat16)),
@@ -353,40 +228,7 @@ FAULTS: tuple[Fault, ...] = (
         0.9,
         "share of the elements with a gradient that four steps do not change",
     ),
-    _fault("rate_zero", "GS406", on(anything, rate_zero)),
-    _fault(
-        "gradients_not_cleared",
-        "GS412",
-        on(anything, stepping(never_cleared)),
-        measure=harm.movement_change,
-        bound=0.05,
-        unit="norm of the movement's error over four steps, over the norm of the right movement",
-    ),
-    _fault("gradients_cleared_first", "GS413", on(anything, stepping(cleared_first))),
-    _fault("clip_bound_zero", "GS610", on(anything, clipped(0.0)), clipped(1.0)),
-    _fault("scheduler_not_stepped", "GS608", on(anything, scheduled(False)), scheduled(True), severity="warning", why="the loop around may step it"),
-    _fault(
-        "scheduler_per_micro_batch",
-        "GS609",
-        on(lambda a: a.intent != "contrastive", accumulating(True)),
-        accumulating(False),
-        rate_lost,
-        0.1,
-        "share of the learning rate that is lost after four steps",
-        severity="warning",
-        why="the schedule may count micro-batches on purpose",
-    ),
-    _fault("scaler_skips_all", "GS407", on(anything, scaled(0.999)), scaled(2.0**-14)),
-    _fault(
-        "root_at_zero",
-        "GS405",
-        on(anything, anchored(False)),
-        anchored(True),
-        harm.gradient_change,
-        0.05,
-        "norm of the gradient's error over the right one's; infinite if not finite",
-    ),
-    _fault(
+    step_fault(
         "embedding_not_saved",
         "GS611",
         on(full, saving(False)),

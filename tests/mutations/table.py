@@ -117,7 +117,8 @@ def _alarms(cells: Sequence[Cell]) -> list[str]:
     kinds: dict[tuple[str, str, str], list[tuple[Cell, str]]] = {}
     for c in cells:
         for h in c.alarms:
-            kinds.setdefault((h.code, h.severity, h.message[:40]), []).append((c, h.message))
+            code = "several checks" if h.severity == "broken" else h.code
+            kinds.setdefault((code, h.severity, h.message[:40]), []).append((c, h.message))
     rows = ["## Errors and warnings about healthy twins", ""] if kinds else ["Every healthy twin was silent."]
     for (code, severity, _), group in sorted(kinds.items(), key=lambda item: -len(item[1])):
         archs, faults = sorted({c.arch for c, _ in group}), sorted({c.fault for c, _ in group})

@@ -1,9 +1,8 @@
-"""Faults of tables and rows (GS0, GS605, GS606), and of sentence encoders (GS110, GS111, GS507, GS508)."""
+"""Faults of tables and rows (GS0, GS605, GS606)."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,27 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from tests.mutations import harm
-from tests.mutations.architectures import BOS, FIRST_WORD, Arch, Batch, Setup, V, standard, tokenizer, train_step_of
+from tests.mutations.architectures import (
+    BOS,
+    FIRST_WORD,
+    Arch,
+    Batch,
+    Setup,
+    V,
+    standard,
+    tokenizer,
+    train_step_of,
+)
 from tests.mutations.fault import Fault
-from tests.mutations.mask_faults import on
+from tests.mutations.planting import (
+    embedding,
+    head,
+    on,
+    untied,
+)
 
 REAL = 50
-
-
-def embedding(model: Any) -> nn.Embedding:
-    """The input embedding."""
-    found: nn.Embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.trunk.embed
-    return found
-
-
-def head(model: Any) -> Any:
-    """The output head."""
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model.head
-
-
-def untied(arch: Arch) -> bool:
-    """A causal model of full training with a head of its own."""
-    return arch.intent == "causal" and not arch.traits & {"tied", "adapters"}
 
 
 def _words(batch: Batch, limit: int) -> Batch:
@@ -141,7 +139,7 @@ def row_gradient_lost(arch: Arch, broken: Setup, healthy: Setup) -> float:
     for setup in (broken, healthy):
         name = next(n for n, p in setup["model"].named_parameters() if p is embedding(setup["model"]).weight)
         rows.append(harm.gradients(setup)[name][BOS])
-    return ((rows[0] - rows[1]).norm() / rows[1].norm()).item()
+    return float((rows[0] - rows[1]).norm() / rows[1].norm())
 
 
 def decayed_rows(decay: float) -> Callable[[Arch], Setup]:
@@ -153,7 +151,7 @@ def decayed_rows(decay: float) -> Callable[[Arch], Setup]:
         keep = (torch.arange(V) >= 60)[:, None]
         for p in model.parameters():
             p.requires_grad_(p is table)
-        table.register_hook(lambda g: g * keep)
+        table.register_hook(lambda g: g * keep)  # type: ignore[no-untyped-call]
         setup = standard(arch, model=model)
         return {**setup, "optimizer": torch.optim.AdamW([table], lr=1e-2, weight_decay=decay)}
 
@@ -163,82 +161,31 @@ def decayed_rows(decay: float) -> Callable[[Arch], Setup]:
 def frozen_rows_moved(arch: Arch, broken: Setup, healthy: Setup) -> float:
     """Share of their norm that the frozen rows lose in four steps."""
     table = embedding(broken["model"]).weight
-    before = table.detach()[:60].norm().item()
+    before = float(table.detach()[:60].norm())
     harm.take_steps(broken)
-    return 1 - table.detach()[:60].norm().item() / before
+    return 1 - float(table.detach()[:60].norm()) / before
 
 
-def pooled(change: Callable[[Any], Callable[[Tensor, Tensor], Tensor]]) -> Callable[[Arch], Setup]:
-    """A sentence encoder with another pooling."""
-
-    def make(arch: Arch) -> Setup:
-        model: Any = arch.build()
-        model.pool = change(model)
-        return standard(arch, model=model)
-
-    return make
-
-
-def over_all(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The mean over all positions, PAD included."""
-    return lambda hidden, attention_mask: hidden.mean(1)
-
-
-def at_the_end(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The last column, which is a PAD under right padding."""
-    return lambda hidden, attention_mask: hidden[:, -1]
-
-
-def scale_of(value: float) -> Callable[[Arch], Setup]:
-    """The logit scale starts at exp(value)."""
-
-    def make(arch: Arch) -> Setup:
-        model: Any = arch.build()
-        with torch.no_grad():
-            model.logit_scale.fill_(value)
-        return standard(arch, model=model)
-
-    return make
-
-
-def loss_floor(arch: Arch, broken: Setup, healthy: Setup) -> float:
-    """The loss of perfect pairs under this scale (cosine 1 for the pair, −1/(B−1) for the others), over ln B."""
-    scale, B = broken["model"].logit_scale.exp().item(), 4
-    return math.log(1 + (B - 1) * math.exp(-scale * B / (B - 1))) / math.log(B)
-
-
-def duplicates(arch: Arch) -> Setup:
-    """The same second sentence for two examples, each a negative of the other."""
-    batches = [arch.batch(s) for s in range(3)]
-    for batch in batches:
-        for key in ("positive_ids", "positive_mask"):
-            batch[key][1], batch[key][3] = batch[key][0], batch[key][2]
-    return standard(arch, batches=batches)
-
-
-def impossible_share(arch: Arch, broken: Setup, healthy: Setup) -> float:
-    """ln 2 an example with a twin, over ln B: the loss that no encoder can go below."""
-    ids = broken["batches"][0]["positive_ids"]
-    same = (ids[:, None] == ids[None]).all(-1).sum(1)
-    return (same.float().log().mean() / math.log(len(ids))).item()
-
-
-def _fault(name: str, code: str, make: Any, healthy: Any, measure: Any, bound: float, unit: str, family: str = "tables") -> Fault:
+def table_fault(
+    name: str, code: str, make: Any, healthy: Any, measure: Any, bound: float, unit: str, family: str = "tables"
+) -> Fault:
     return Fault(name=name, family=family, codes=(code,), make=make, healthy=healthy, measure=measure, bound=bound, unit=unit)
 
 
-def _pools(kind: str) -> Callable[[Arch], bool]:
-    return lambda arch: arch.name == f"sentence_{kind}"
-
-
-def _contrasts(arch: Arch) -> bool:
-    return arch.intent == "contrastive"
-
-
 FAULTS: tuple[Fault, ...] = (
-    _fault("garbage_padded_rows", "GS003", on(untied, padded_rows(True)), padded_rows(False), mass_from(REAL), 0.3, "probability"),
-    _fault("new_rows_take_mass", "GS007", on(lambda a: untied(a) and a.hf, new_rows(False)), new_rows(True), mass_from(V), 0.3, "probability"),
-    _fault(
+    table_fault(
+        "garbage_padded_rows", "GS003", on(untied, padded_rows(True)), padded_rows(False), mass_from(REAL), 0.3, "probability"
+    ),
+    table_fault(
+        "new_rows_take_mass",
+        "GS007",
+        on(lambda a: untied(a) and a.hf, new_rows(False)),
+        new_rows(True),
+        mass_from(V),
+        0.3,
+        "probability",
+    ),
+    table_fault(
         "broken_tie",
         "GS006",
         on(lambda a: "tied" in a.traits, broken_tie),
@@ -247,7 +194,7 @@ FAULTS: tuple[Fault, ...] = (
         0.05,
         "norm of the gradient's error, over the norm of the right gradient",
     ),
-    _fault(
+    table_fault(
         "padding_idx_on_bos",
         "GS605",
         on(lambda a: a.intent == "causal" and "adapters" not in a.traits, padding_idx),
@@ -256,7 +203,7 @@ FAULTS: tuple[Fault, ...] = (
         0.1,
         "share of the row's gradient that is lost",
     ),
-    _fault(
+    table_fault(
         "decay_on_frozen_rows",
         "GS606",
         on(lambda a: a.intent == "causal" and "adapters" not in a.traits, decayed_rows(0.1)),
@@ -265,8 +212,4 @@ FAULTS: tuple[Fault, ...] = (
         1e-3,
         "share of their norm that frozen rows lose in four steps",
     ),
-    _fault("pads_pooled", "GS110", on(_pools("mean"), pooled(over_all)), standard, harm.padding_share, 1e-3, "share of a PAD", "encoders"),
-    _fault("pad_is_last_token", "GS111", on(_pools("last"), pooled(at_the_end)), standard, harm.output_change, 0.1, "of the vector", "encoders"),
-    _fault("scale_too_low", "GS507", on(_contrasts, scale_of(0.0)), standard, loss_floor, 0.2, "lowest loss over ln B", "encoders"),
-    _fault("duplicate_positives", "GS508", on(_contrasts, duplicates), standard, impossible_share, 0.1, "lowest loss over ln B", "encoders"),
 )

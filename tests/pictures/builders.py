@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,33 +16,16 @@ from ghoststep.evidence.loss import LossKind, LossXray
 def influence(
     matrix_ST: NDArray[np.float64], *, causal: bool | None = True, floor: float = 1e-6, example: int = 0
 ) -> Influence:
-    return Influence(
-        matrix_ST=matrix_ST,
-        matrix_example=example,
-        readings={},
-        gradient_readings={},
-        trained_future=None,
-        trained_future_gradient=None,
-        intent=CausalIntent(causal=causal, source="made by hand"),
-        floor=floor,
-        past=0.1,
-        num_past=3,
-        near_past=(1, 1),
-        blind_example=None,
-        order_change=None,
-        order_floor=0.0,
-        has_attention=True,
-        probes_perturbed=False,
-        nothing_visible=(),
-        is_causal_by_measure=True,
-        coupled="",
-        mode="train",
-        serial=False,
-        readout="the head's input",
-        num_examples=1,
-        num_forward=1,
-        num_backward=1,
-    )
+    """Only what a picture reads is set; the other facts are empty."""
+    read: dict[str, Any] = {
+        "matrix_ST": matrix_ST,
+        "matrix_example": example,
+        "intent": CausalIntent(causal=causal, source="made by hand"),
+        "floor": floor,
+        "mode": "train",
+    }
+    others: dict[str, Any] = {f.name: None for f in fields(Influence) if f.name not in read}
+    return Influence(**read, **others)
 
 
 def decoder(num_positions: int, seed: int = 0) -> NDArray[np.float64]:

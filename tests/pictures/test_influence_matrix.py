@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ghoststep.pictures import influence_svg, influence_text
@@ -67,9 +67,11 @@ def test_facts_of_another_shape_are_left_out() -> None:
     assert forbidden_pairs(influence(np.ones((5, 5)), causal=False), facts).words == ()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
+@example(2048, 80, False, True, 0)
+@example(1, 40, True, False, 0)
 @given(
-    st.integers(1, 60) | st.sampled_from([127, 300, 1000, 2048]),
+    st.integers(1, 60) | st.sampled_from([127, 300]),
     st.integers(40, 200),
     st.booleans(),
     st.booleans(),

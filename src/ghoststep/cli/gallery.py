@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ghoststep.cli.options import stdout_is_terminal, want_color, width, write
+from ghoststep.errors import UsageError
 
 if TYPE_CHECKING:
     from ghoststep.gallery_index import Exhibit, Shown
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
 
 def gallery(
     name: Annotated[str | None, typer.Argument(help="A failure's name or code; without it all are listed.")] = None,
-    picture: Annotated[bool, typer.Option(help="Draw who sees whom, or what the loss trains on, where it is about that.")] = True,
+    picture: Annotated[
+        bool, typer.Option(help="Draw who sees whom, or what the loss trains on, where it is about that.")
+    ] = True,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write that picture as SVG, too.")] = None,
 ) -> None:
     """Show a silent failure of training: the harm in numbers, how it is found, and the cure."""
     from ghoststep.gallery_index import exhibits, find_exhibit, show
@@ -26,8 +31,8 @@ def gallery(
     color, columns = want_color(stdout_is_terminal()), width()
     shown = show(exhibit)
     write(_card(shown, color=color, columns=columns), None)
-    if picture:
-        drawn = _picture(exhibit, color=color, columns=columns)
+    if picture or svg is not None:
+        drawn = _picture(exhibit, color=color, columns=columns, svg=svg)
         if drawn:
             write("\n" + drawn, None)
     if not (shown.is_harmful and shown.is_found and shown.is_cured):
@@ -71,28 +76,19 @@ def _card(shown: Shown, *, color: bool, columns: int) -> str:
     return "\n".join(lines)
 
 
-def _picture(exhibit: Exhibit, *, color: bool, columns: int) -> str:
-    """The broken setup's influence matrix (GS1) or label strip (GS2); "" for other families or where it cannot be measured."""
+def _picture(exhibit: Exhibit, *, color: bool, columns: int, svg: Path | None) -> str:
+    """The broken setup's influence matrix (GS1) or label strip (GS2), written as SVG too if asked for; "" for other families."""
     if exhibit.code[:3] not in ("GS1", "GS2"):
+        if svg is not None:
+            raise UsageError(f"--svg: there is no picture of {exhibit.name}, only of failures of masks (GS1) and labels (GS2)")
         return ""
-    from ghoststep.engine import Case
-    from ghoststep.evidence.base import Missing
-    from ghoststep.evidence.batch import BatchFacts
-    from ghoststep.evidence.influence import Influence
-    from ghoststep.evidence.loss import LossXray
-    from ghoststep.evidence.plan import TrainingPlan
     from ghoststep.gallery_index import load_exhibit
-    from ghoststep.pictures import influence_text, label_text
-    from ghoststep.registry import load
-    from ghoststep.subjects.setup import make_setup
+    from ghoststep.pictures import pictures_of
 
-    case = Case([make_setup(load_exhibit(exhibit).broken()), TrainingPlan()], load().instruments)
-    batch = case.fact(BatchFacts)
-    facts = None if isinstance(batch, Missing) or not isinstance(batch, BatchFacts) else batch
-    if exhibit.code.startswith("GS1"):
-        influence = case.fact(Influence)
-        return influence_text(influence, facts, width=columns, color=color) if isinstance(influence, Influence) else ""
-    xray = case.fact(LossXray)
-    if facts is None or not isinstance(xray, LossXray):
-        return ""
-    return label_text(xray, facts, width=columns, color=color, max_positions=48)
+    made = pictures_of(load_exhibit(exhibit).broken())
+    is_mask = exhibit.code.startswith("GS1")
+    if svg is not None:
+        write(made.influence_svg() if is_mask else made.label_svg(), svg)
+    if is_mask:
+        return made.influence_text(width=columns, color=color)
+    return made.label_text(width=columns, color=color, max_positions=48)

@@ -72,6 +72,8 @@ class Influence(Evidence):
         perturbed for power (and put back). nothing_visible: (example, position) of real tokens whose keys were all masked, or
         whose output alone is NaN. is_causal_by_measure: no real position moved with a later one above the floor.
     coupled: "" (examples do not see each other), "continuous" (shared statistics, mixed dimensions) or "discrete" (routing).
+    encoder_padding: the padding looked at is an encoder's, read at its decoder.
+    is_time_first: the model takes [T, B]; example and position are told as meant, not as they stand in its tensors.
     against_order: routing couples examples, and only later ones were seen to move earlier ones: tokens are not served in order.
     separators: (example, position) of BOS/EOS tokens in the middle of an example where no boundary is announced.
     serial: examples were probed one at a time. readout: where the influence was measured.
@@ -98,6 +100,8 @@ class Influence(Evidence):
     is_causal_by_measure: bool
     coupled: str
     against_order: bool
+    is_time_first: bool
+    encoder_padding: bool
     mode: str
     serial: bool
     readout: str

@@ -235,17 +235,21 @@ class SavedState(Evidence):
 class ContrastiveProbe(Evidence):
     """A contrastive loss driven with chosen embeddings instead of the model's.
 
-    num_examples: B. floor: the smallest loss that any embeddings of the model's kind reached. collapsed: the loss when all
-    embeddings are equal (ln B for InfoNCE). is_normalised: the embeddings have one norm, so their scale is not free.
-    scale: the logit scale of a softmax over cosines, NaN for other losses.
+    num_examples: B. floor: the smallest loss that any embeddings of the model's kind reached. free_floor: the same when their
+    length is free (a larger length acts as a larger scale; what remains is the loss's own, such as ln of the number of
+    positives); NaN where the loss normalises by itself and is no plain softmax. collapsed: the loss when all embeddings are equal
+    (ln B for InfoNCE). is_normalised: the embeddings have one norm. scale: the logit scale of a softmax over cosines, NaN for
+    other losses. is_learnable: the scale comes from a trainable parameter.
     duplicates: (example i, example j): the target of j has the token ids of i's own positive, and the loss pushes i away from it.
     duplicates_looked_at: False where token ids could not be matched to embeddings.
     """
 
     num_examples: int
     floor: float
+    free_floor: float
     collapsed: float
     is_normalised: bool
+    is_learnable: bool
     scale: float
     duplicates: tuple[tuple[int, int], ...]
     duplicates_looked_at: bool

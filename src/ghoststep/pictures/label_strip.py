@@ -179,9 +179,9 @@ def _closing(xray: LossXray, batch: BatchFacts, example: int, made: Sequence[Col
     ]
     if batch.padding_BT is not None:
         padded = batch.padding_BT[example].astype(bool)
-        pieces.append(f"{int(padded.sum())} are padding, {int((padded & carries).sum())} of them carry loss")
+        pieces.append(f"padding: {int(padded.sum())}, with loss: {int((padded & carries).sum())}")
     if (weight_T < 0).any():
-        pieces.append(f"{int((weight_T < 0).sum())} weights are negative: away from the label")
+        pieces.append(f"away from the label: {int((weight_T < 0).sum())}")
     if any("?" in label for c in made for label in c.labels):
         pieces.append("?: could not be told from other labels")
     if len(made) < len(weight_T):

@@ -8,12 +8,16 @@ from ghoststep.registry import Answer, Unknown, answer, check
 
 
 @check(code="GS507", severity=Severity.ERROR, basis=Basis.MEASURED)
-def capped_logit_scale(probe: ContrastiveProbe, *, floor_fraction: float = 0.25, least_examples: int = 8) -> Answer:
+def capped_logit_scale(
+    probe: ContrastiveProbe, *, floor_fraction: float = 0.25, least_examples: int = 8, least_fixed_scale: float = 1.5
+) -> Answer:
     """The logit scale (temperature) of a contrastive loss keeps even perfect embeddings far above zero.
 
     ## What it finds
     The user's own loss is driven with chosen embeddings instead of the model's: the smallest loss that any embeddings reach on this
-    batch (found by descent on them alone) against the loss when all are equal (ln B for InfoNCE). Fires from `floor_fraction`.
+    batch (found by descent on them alone) against the loss when all are equal (ln B for InfoNCE), both above what remains when the
+    embeddings' length is free. An error where the scale is learnable or a fixed one was left out (under `least_fixed_scale`); a
+    note where a fixed temperature is that soft on purpose (0.5 is in use).
 
     ## Why it matters
     Cosines lie in [-1, 1]. Multiplied by a scale near 1 they cannot make a softmax sharp: the loss sits at its floor, matching pairs
@@ -21,7 +25,8 @@ def capped_logit_scale(probe: ContrastiveProbe, *, floor_fraction: float = 0.25,
     ln(1/0.07) was meant, or the temperature was left out.
 
     ## When it is not a problem
-    Unnormalised dot products (the embeddings' length is free); the usual scales (10 to 100); a sigmoid loss with a bias.
+    Unnormalised dot products (the embeddings' length is free); the usual scales (10 to 100); a sigmoid loss with a bias; several
+    positives an example, which leave a floor of their own.
 
     ## How to confirm by hand
     ln(1 + (B - 1) · exp(-scale)) is the loss of pairs at cosine 1 and all others at cosine 0.
@@ -31,32 +36,45 @@ def capped_logit_scale(probe: ContrastiveProbe, *, floor_fraction: float = 0.25,
 
     ## Options
     `floor_fraction`: floor over the loss of equal embeddings (0.25). With 64 examples a scale of 5 gives 0.08, 2.7 gives 0.4, 1 gives
-    0.8. `least_examples`: fewer say too little (8).
+    0.8. `least_examples`: fewer say too little (8). `least_fixed_scale`: a fixed scale below it counts as left out (1.5).
 
     ## References
     Arithmetic of InfoNCE; the figures are recomputed in the tests.
     """
     power = Power(quantity="loss floor over the loss of equal embeddings", smallest_detectable=floor_fraction, unit="fraction")
-    if not math.isfinite(probe.floor) or not math.isfinite(probe.collapsed) or probe.collapsed <= 0:
+    if not all(math.isfinite(v) for v in (probe.floor, probe.collapsed)) or probe.collapsed <= 0:
         return Unknown(
             reason=f"the loss of chosen embeddings is {probe.floor:g} at best and {probe.collapsed:g} when all are equal"
         )
-    fraction = probe.floor / probe.collapsed
-    reason = f"embeddings alone reach a loss of {probe.floor:.3g} of {probe.collapsed:.3g}"
+    reason = f"embeddings alone reach a loss of {probe.floor:.3g}, equal ones give {probe.collapsed:.3g}"
+    own = 0.0 if math.isnan(probe.free_floor) else min(probe.free_floor, probe.floor)
+    if own >= probe.collapsed:
+        return Unknown(reason=f"{reason}: no embeddings lower it")
+    fraction = (probe.floor - own) / (probe.collapsed - own)
     if fraction < floor_fraction:
         return answer((), power=power, reason=reason)
+    if math.isnan(probe.free_floor):
+        return Unknown(reason=f"{reason}; whether the scale or the loss itself keeps it there could not be told")
     if probe.num_examples < least_examples:
         return Unknown(reason=f"{reason} with {probe.num_examples} examples; {least_examples} are needed to judge")
+    left_out = not math.isnan(probe.scale) and probe.scale < least_fixed_scale
+    return answer([_finding(probe, fraction, own, floor_fraction, harms=probe.is_learnable or left_out)])
+
+
+def _finding(probe: ContrastiveProbe, fraction: float, own: float, limit: float, *, harms: bool) -> Finding:
     scale = "" if math.isnan(probe.scale) else f" ({probe.scale:.3g})"
-    finding = Finding(
-        message=f"the logit scale{scale} caps what this loss can reach: on this batch of {probe.num_examples} "
-        "examples even perfect embeddings leave "
-        f"a loss of {probe.floor:.3g}, {fraction:.0%} of what equal ones give ({probe.collapsed:.3g}). Start the "
-        "scale at 1/0.07 = 14.3 (its "
-        "logarithm, 2.66, where it is exponentiated), or use a temperature of 0.02 to 0.1.",
+    kind = "learnable logit scale" if probe.is_learnable else "fixed logit scale"
+    fix = (
+        "Start the scale at 1/0.07 = 14.3 (its logarithm, 2.66, where it is exponentiated), or use a temperature of 0.02 to 0.1."
+        if harms
+        else "If the temperature is meant, nothing is wrong; the loss just cannot come near zero."
+    )
+    return Finding(
+        message=f"the {kind}{scale} caps what this loss can reach: on this batch of {probe.num_examples} examples even perfect "
+        f"embeddings leave a loss of {probe.floor:.3g}, {fraction:.0%} of what equal ones give ({probe.collapsed:.3g}). {fix}",
         where=Where(),
         measured=Quantity(value=probe.floor, unit="loss of perfect embeddings"),
-        expected=Quantity(value=floor_fraction * probe.collapsed, unit="loss of perfect embeddings, at most"),
+        expected=Quantity(value=own + limit * (probe.collapsed - own), unit="loss of perfect embeddings, at most"),
+        severity=Severity.ERROR if harms else Severity.NOTE,
         remedy="raise the initial logit scale",
     )
-    return answer([finding])

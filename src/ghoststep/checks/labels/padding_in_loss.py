@@ -7,7 +7,7 @@ from ghoststep.label_shift import Counted, counted, likely_offset, measure_shift
 from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
 
 
-@check(code="GS204", severity=Severity.ERROR, basis=Basis.MEASURED, explains=("uneven-token-weight",))
+@check(code="GS204", severity=Severity.ERROR, basis=Basis.MEASURED, explains_anywhere=("uneven-token-weight",))
 def padding_in_loss(xray: LossXray, batch: BatchFacts) -> Answer:
     """The model is trained to predict padding.
 

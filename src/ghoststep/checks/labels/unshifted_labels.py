@@ -13,7 +13,7 @@ from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
     code="GS201",
     severity=Severity.ERROR,
     basis=Basis.MEASURED,
-    explains=("visible-target", "padding-in-loss", "prompt-in-loss"),
+    explains_anywhere=("visible-target", "padding-in-loss", "prompt-in-loss"),
 )
 def unshifted_labels(
     xray: LossXray, batch: BatchFacts, influence: Influence | Missing, *, minimum_share: float = 0.5

@@ -47,6 +47,7 @@ def visible_neighbour_document(influence: Influence, batch: BatchFacts) -> Answe
     if seen is None:
         return without_power(influence) or answer((), power=power_of(influence), reason=f"{batch.document_source}: isolated")
     example, position = seen.reading.target
+    document = int(batch.document_BT[example, position]) if not influence.is_time_first else None
     hint = (
         " An attention_mask is passed beside them: many implementations isolate documents only without one. Leave it out, or "
         "pass a block-diagonal mask."
@@ -58,7 +59,7 @@ def visible_neighbour_document(influence: Influence, batch: BatchFacts) -> Answe
             Finding(
                 message=f"the batch announces separate documents ({batch.document_source}), but they see one another: "
                 f"{seen.proof}." + hint,
-                where=Where(example=example, position=position, document=int(batch.document_BT[example, position])),
+                where=Where(example=example, position=position, document=document),
                 measured=seen.measured,
                 expected=NOTHING_EXPECTED,
                 severity=seen.severity,

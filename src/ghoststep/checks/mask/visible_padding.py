@@ -6,6 +6,7 @@ from ghoststep.finding import Basis, Finding, Severity, Where
 from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
 from ghoststep.visibility import (
     NOTHING_EXPECTED,
+    Seen,
     examples_mixed,
     judge_region,
     looked_at,
@@ -50,9 +51,9 @@ def visible_padding(influence: Influence, batch: BatchFacts) -> Answer:
     ## References
     None.
     """
-    if batch.padding_BT is None:
+    if batch.padding_BT is None and not influence.encoder_padding:
         return NotApplicable(reason=f"nothing says what padding is ({batch.padding_source})")
-    if not batch.padding_BT.any():
+    if not influence.encoder_padding and batch.padding_BT is not None and not batch.padding_BT.any():
         return NotApplicable(reason="the first batch has no padding")
     mixed = examples_mixed(influence)
     if mixed is not None:
@@ -64,22 +65,23 @@ def visible_padding(influence: Influence, batch: BatchFacts) -> Answer:
         return without_power(influence) or answer((), power=power_of(influence), reason=f"{batch.padding_source}: not seen")
     if through_nothing(influence, seen):
         return Unknown(reason=f"padding is visible through positions without any visible key (GS107): {seen.proof}")
+    return answer([_finding(influence, batch, seen)])
+
+
+def _finding(influence: Influence, batch: BatchFacts, seen: Seen) -> Finding:
     example, position = seen.reading.target
+    source = "of the encoder" if influence.encoder_padding else f"by {batch.padding_source}; it stands at the {batch.sides}"
     given = (
         "a mask is passed, but the model does not take it as it is meant (1 = keep, True = ignore, additive, over keys?)"
         if batch.has_attention_mask
         else "no attention mask is passed: pass one"
     )
-    return answer(
-        [
-            Finding(
-                message=f"real tokens see padding (by {batch.padding_source}; padding stands at the {batch.sides}): "
-                f"{seen.proof}. Outputs depend on how much padding a batch needs. Here {given}.",
-                where=Where(example=example, position=position),
-                measured=seen.measured,
-                expected=NOTHING_EXPECTED,
-                severity=seen.severity,
-                remedy="mask PAD as a key for every real position",
-            )
-        ]
+    return Finding(
+        message=f"real tokens see padding ({source}): {seen.proof}. Outputs depend on how much padding a batch needs. "
+        f"Here {given}.",
+        where=Where(example=example, position=position),
+        measured=seen.measured,
+        expected=NOTHING_EXPECTED,
+        severity=seen.severity,
+        remedy="mask PAD as a key for every real position",
     )

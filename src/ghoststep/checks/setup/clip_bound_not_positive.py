@@ -8,7 +8,10 @@ from ghoststep.registry import Answer, answer, check
 
 
 @check(
-    code="GS610", severity=Severity.ERROR, basis=Basis.PROOF, explains=("gradients-cleared-before-step", "unchanged-weights")
+    code="GS610",
+    severity=Severity.ERROR,
+    basis=Basis.PROOF,
+    explains_anywhere=("gradients-cleared-before-step", "unchanged-weights"),
 )
 def clip_bound_not_positive(bound: ClipBound) -> Answer:
     """The bound of gradient clipping is zero, negative or NaN.

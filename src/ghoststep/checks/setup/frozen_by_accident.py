@@ -10,7 +10,7 @@ from ghoststep.registry import Answer, NotApplicable, answer, check
 _NUMBER = re.compile(r"\.\d+\.")
 
 
-@check(code="GS604", severity=Severity.ERROR, basis=Basis.PROOF, explains=("trainable-without-gradient",))
+@check(code="GS604", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("trainable-without-gradient",))
 def frozen_by_accident(wiring: LiveWiring, *, minority_fraction: float = 0.1) -> Answer:
     """Parameters that the optimizer is to train are frozen, against everything around them.
 

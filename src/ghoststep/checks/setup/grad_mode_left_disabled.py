@@ -6,7 +6,7 @@ from ghoststep.finding import Basis, Finding, Power, Severity, Where
 from ghoststep.registry import Answer, answer, check
 
 
-@check(code="GS612", severity=Severity.ERROR, basis=Basis.PROOF, explains=("trainable-without-gradient",))
+@check(code="GS612", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("trainable-without-gradient",))
 def grad_mode_left_disabled(wiring: LiveWiring, probe: StepProbe | Missing) -> Answer:
     """Gradient mode is off where training happens, or the user's code leaves it off.
 

@@ -1,6 +1,8 @@
 """GS602."""
 
-from ghoststep.evidence.training import LiveWiring
+from collections.abc import Sequence
+
+from ghoststep.evidence.training import LiveWiring, Orphan
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.parameter_text import counted, shape_text
 from ghoststep.registry import Answer, Unknown, answer, check
@@ -44,27 +46,24 @@ def orphan_in_optimizer(wiring: LiveWiring) -> Answer:
             f"open: {wiring.gradient_reason}"
         )
     orphans = [o for o in wiring.orphans if not o.gets_gradient]
-    num_tensors = sum(g.num_tensors for g in wiring.groups)
-    findings = []
-    if orphans:
-        shapes = ", ".join(f"{shape_text(o.shape)} in group {o.group}" for o in orphans[:4])
-        more = f" and {len(orphans) - 4} more" if len(orphans) > 4 else ""
-        all_of_them = len(orphans) == num_tensors
-        findings.append(
-            Finding(
-                message=f"{len(orphans)} of {num_tensors} tensors in the optimizer ({shapes}{more}) are no parameters "
-                "of the model and "
-                "get no gradient from the loss: "
-                f"{'the optimizer trains nothing of this model' if all_of_them else 'stepping them changes nothing'}. "
-                "Make the optimizer after the model was resized, wrapped or moved.",
-                where=Where(),
-                measured=Quantity(value=len(orphans), unit="orphan tensors"),
-                expected=Quantity(value=0, unit="orphan tensors"),
-                severity=Severity.ERROR if all_of_them else Severity.WARNING,
-                remedy="make the optimizer from the final model's parameters",
-            )
-        )
+    findings = [_finding(orphans, sum(g.num_tensors for g in wiring.groups))] if orphans else []
     power = Power(quantity="orphan tensors in the optimizer", smallest_detectable=1, unit="tensors")
     loss_own = len(wiring.orphans) - len(orphans)
     reason = f"{counted(loss_own, 'tensor')} outside the model get gradients: parameters of the loss" if loss_own else None
     return answer(findings, power=power, reason=reason)
+
+
+def _finding(orphans: Sequence[Orphan], num_tensors: int) -> Finding:
+    shapes = ", ".join(f"{shape_text(o.shape)} in group {o.group}" for o in orphans[:4])
+    more = f" and {len(orphans) - 4} more" if len(orphans) > 4 else ""
+    all_of_them = len(orphans) == num_tensors
+    effect = "the optimizer trains nothing of this model" if all_of_them else "stepping them changes nothing"
+    return Finding(
+        message=f"{len(orphans)} of {num_tensors} tensors in the optimizer ({shapes}{more}) are no parameters of the model and "
+        f"get no gradient from the loss: {effect}. Make the optimizer after the model was resized, wrapped or moved.",
+        where=Where(),
+        measured=Quantity(value=len(orphans), unit="orphan tensors"),
+        expected=Quantity(value=0, unit="orphan tensors"),
+        severity=Severity.ERROR if all_of_them else Severity.WARNING,
+        remedy="make the optimizer from the final model's parameters",
+    )

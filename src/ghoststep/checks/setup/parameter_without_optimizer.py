@@ -7,7 +7,7 @@ from ghoststep.parameter_text import counted, listed, shape_text
 from ghoststep.registry import Answer, Unknown, answer, check
 
 
-@check(code="GS601", severity=Severity.ERROR, basis=Basis.PROOF, explains=("orphan-in-optimizer", "unchanged-weights"))
+@check(code="GS601", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("orphan-in-optimizer", "unchanged-weights"))
 def parameter_without_optimizer(wiring: LiveWiring, probe: StepProbe | Missing) -> Answer:
     """Trainable parameters are in no group of the optimizer, so that they never change.
 
@@ -75,7 +75,7 @@ def _finding(missing: list[ParameterFacts], num_trainable: int, orphans: list[Or
     message += (
         " Make the optimizer after the last change of the model."
         if few
-        else " If only a part is meant to train, freeze the rest with requires_grad_(False): its gradients cost memory and count in clipping."
+        else " If only a part is meant to train, freeze the rest (requires_grad_(False)): gradients cost memory and count in clipping."
     )
     return Finding(
         message=message,

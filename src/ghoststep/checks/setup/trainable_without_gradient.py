@@ -22,7 +22,8 @@ def trainable_without_gradient(wiring: LiveWiring) -> Answer:
     ## When it is not a problem
     Parameters that the loss does not depend on in this batch: experts without tokens, a pooler nobody reads, an unused branch
     (they are counted in the reason). Parameters that act through a discrete choice only (the indexer of a sparse attention). A
-    gradient of exactly zero, such as that of `lora_A` while `lora_B` is zero.
+    gradient of exactly zero, such as that of `lora_A` while `lora_B` is zero. Parameters that the given optimizer does not hold
+    (the target network of BYOL or MoCo).
 
     ## How to confirm by hand
     `loss.backward()`, then the names of parameters with `p.requires_grad and p.grad is None`.
@@ -43,20 +44,16 @@ def trainable_without_gradient(wiring: LiveWiring) -> Answer:
     if not wiring.grad_mode_before:
         return Unknown(reason=wiring.gradient_reason)
     if wiring.gradient_reason.startswith("the loss does not require"):
-        finding = Finding(
-            message="the loss on the first batch requires no gradient although "
-            f"{counted(len(trainable), 'parameter')} are trainable "
-            f"({listed([p.name for p in trainable])}): every path from them to the loss is cut (no_grad, detach, or reentrant "
-            "activation checkpointing behind a frozen embedding). Take the cut away, or pass use_reentrant=False.",
-            where=Where(parameter=trainable[0].name),
-            measured=Quantity(value=len(trainable), unit="trainable parameters without gradient"),
-            expected=Quantity(value=0, unit="trainable parameters without gradient"),
-        )
-        return answer([finding])
+        return answer([_all_cut([p.name for p in trainable])])
     if wiring.gradient_reason:
         return Unknown(reason=wiring.gradient_reason)
-    findings = [_finding(cut, len(trainable)) for cut in wiring.cut]
-    notes = []
+    claimed = [cut for cut in wiring.cut if _is_claimed(cut, wiring)]
+    findings = [_finding(cut, len(trainable)) for cut in claimed]
+    notes = [
+        f"{listed(cut.names)} get none and are in no optimizer: nothing trains them on purpose (a target network)"
+        for cut in wiring.cut
+        if cut not in claimed
+    ]
     if wiring.unused:
         notes.append(
             f"the loss of the first batch does not depend on {counted(len(wiring.unused), 'trainable parameter')} "
@@ -72,6 +69,13 @@ def trainable_without_gradient(wiring: LiveWiring) -> Answer:
     return answer(findings, power=power, reason="; ".join(notes), undecided=undecided)
 
 
+def _is_claimed(cut: CutParameters, wiring: LiveWiring) -> bool:
+    """False where an optimizer was given and holds none of them: they are not meant to train."""
+    if not wiring.has_optimizer or wiring.holds_copies:
+        return True
+    return any(p.group is not None for p in wiring.parameters if p.name in cut.names)
+
+
 def _finding(cut: CutParameters, num_trainable: int) -> Finding:
     fix = "Take the no_grad or detach away, or freeze the parameters on purpose."
     if cut.reason.startswith("reentrant"):
@@ -85,4 +89,15 @@ def _finding(cut: CutParameters, num_trainable: int) -> Finding:
         measured=Quantity(value=len(cut.names), unit="trainable parameters without gradient"),
         expected=Quantity(value=0, unit="trainable parameters without gradient"),
         remedy=fix,
+    )
+
+
+def _all_cut(names: list[str]) -> Finding:
+    return Finding(
+        message=f"the loss on the first batch requires no gradient although {counted(len(names), 'parameter')} are trainable "
+        f"({listed(names)}): every path from them to the loss is cut (no_grad, detach, or reentrant activation checkpointing behind "
+        "a frozen embedding). Take the cut away, or pass use_reentrant=False.",
+        where=Where(parameter=names[0]),
+        measured=Quantity(value=len(names), unit="trainable parameters without gradient"),
+        expected=Quantity(value=0, unit="trainable parameters without gradient"),
     )

@@ -6,7 +6,7 @@ from ghoststep.parameter_text import counted
 from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
 
 
-@check(code="GS413", severity=Severity.ERROR, basis=Basis.PROOF, explains=("unchanged-weights",))
+@check(code="GS413", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("unchanged-weights",))
 def gradients_cleared_before_step(probe: StepProbe) -> Answer:
     """Gradients are gone by the time the optimizer steps.
 

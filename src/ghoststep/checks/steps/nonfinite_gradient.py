@@ -8,7 +8,7 @@ from ghoststep.parameter_text import counted, listed
 from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
 
 
-@check(code="GS405", severity=Severity.ERROR, basis=Basis.PROOF, explains=("skipped-by-scaler", "unchanged-weights"))
+@check(code="GS405", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("skipped-by-scaler", "unchanged-weights"))
 def nonfinite_gradient(wiring: LiveWiring) -> Answer:
     """Gradients of a finite loss are infinite or NaN.
 

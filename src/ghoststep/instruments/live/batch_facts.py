@@ -24,7 +24,7 @@ LABEL_NAMES = ("labels", "label_ids", "targets", "target", "label", "y")
 @instrument
 def batch_facts(setup: Setup, call: LiveCall) -> BatchFacts:
     """Read the batch beside the ids that really reached the input embedding. Cost: no pass; copies int tensors to the CPU."""
-    looked_up = grid(call)
+    looked_up = grid(call, setup.intent)
     if not looked_up:
         raise CannotLook(
             "no token ids reached an input embedding (the model takes embeddings, or looks ids up without a module)"
@@ -46,12 +46,24 @@ def batch_facts(setup: Setup, call: LiveCall) -> BatchFacts:
     )  # fmt: skip
 
 
-def grid(call: LiveCall) -> list[torch.Tensor]:
-    """The ids [B, T] that the logits stand over: one look-up a call of the model, and the decoder's of an encoder-decoder."""
+def grid(call: LiveCall, intent: str | None = None) -> list[torch.Tensor]:
+    """The ids [B, T] that the logits stand over: one look-up a call of the model, and the decoder's of an encoder-decoder.
+
+    Other models that look ids up several times in one call (prediction of more than one token) are read at the first look-up
+    of the shape that the logits have.
+    """
     shaped = [i.reshape(1, -1) if i.dim() == 1 else i for i in call.ids if i.dim() in (1, 2)]
     if len(shaped) == len(call.calls):
         return shaped
-    return shaped[-1:]
+    if is_sequence_to_sequence(call, intent):
+        return shaped[-1:]
+    lead = tuple(call.head_outputs[0].shape[:-1]) if call.head_outputs else None
+    return [i for i in shaped if tuple(i.shape) == lead][:1] or shaped[:1]
+
+
+def is_sequence_to_sequence(call: LiveCall, intent: str | None) -> bool:
+    """As the setup declares it, or the model's config does."""
+    return intent == "seq2seq" or getattr(getattr(call.core, "config", None), "is_encoder_decoder", False) is True
 
 
 def stack(tensors: list[torch.Tensor], fill: int) -> NDArray[np.int64]:
@@ -72,8 +84,7 @@ def _entries(setup: Setup, call: LiveCall, k: int, num: int) -> dict[str, torch.
     if num == 1:
         given = setup.batches[0] if setup.batches else {}
         found = {**{n: v for n, v in given.items() if isinstance(v, torch.Tensor) and n not in found}, **found}
-        shapes = {tuple(i.shape) for i in call.ids}
-        if len(shapes) > 1 or (len(call.ids) > 1 and "decoder_input_ids" in found):
+        if is_sequence_to_sequence(call, setup.intent) or len({tuple(i.shape) for i in call.ids}) > 1:
             # An encoder-decoder's attention_mask speaks of the encoder's ids.
             found.pop("attention_mask", None)
             if "decoder_attention_mask" in found:

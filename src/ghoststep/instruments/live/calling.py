@@ -116,11 +116,20 @@ def call_model(model: torch.nn.Module, batch: Batch) -> Any:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """A compiled model ignores hooks set after compilation: run it eagerly meanwhile. Costs no recompilation."""
+    """A compiled model ignores hooks set after compilation: run it eagerly meanwhile. Costs no recompilation.
+
+    Also keeps `nn.TransformerEncoder` off its inference path, which skips modules, their hooks and functions, and which
+    training never takes.
+    """
     import torch
 
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 @instrument
@@ -180,7 +189,15 @@ class _Seen:
         if not by_name:
             return "", []
         # A position module may be handed the token ids too, and its table may be the larger one: see what it looked up.
-        name = max(by_name, key=lambda n: (n in self.proven, _is_varied(by_name[n][0][0]), by_name[n][0][1]))
+        name = max(
+            by_name,
+            key=lambda n: (
+                n in self.proven,
+                _is_varied(by_name[n][0][0]),
+                len(set(by_name[n][0][0].flatten().tolist())),
+                by_name[n][0][1],
+            ),
+        )
         # Encoder and decoder may each have a module of their own around one shared table.
         return name, [ids for n, ids, _ in self.look_ups if self.tables.get(n) == self.tables.get(name)]
 
@@ -192,15 +209,13 @@ class _Seen:
         if not wide or self._returns_to_stream(wide[-1][0]):
             return "", [], []
         name = wide[-1][0]
-        mine = [(i, o) for n, i, o in wide if n == name]
-        return name, [i for i, _ in mine], [o for _, o in mine]
+        return name, [i for n, i, _ in wide if n == name], [o for n, _, o in wide if n == name]
 
     def _returns_to_stream(self, name: str) -> bool:
-        """A feed-forward layer can be as wide as a small vocabulary, where the loss bypasses the head: after its last call
-        another projection leads back from its width to the width it came from."""
+        """A feed-forward layer as wide as a small vocabulary: after it, another projection leads back to the width it came from."""
         last = max(k for k, (n, _, _) in enumerate(self.projections) if n == name)
         _, given, output = self.projections[last]
-        back = (output.shape[-1], given.shape[-1])
+        back = output.shape[-1], given.shape[-1]
         return any((i.shape[-1], o.shape[-1]) == back for _, i, o in self.projections[last + 1 :])
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.evidence.training import ContrastiveProbe
 from ghoststep.instruments.live.calling import LiveCall
-from ghoststep.instruments.live.fed_outputs import Embeddings, FedLoss, find_embeddings
+from ghoststep.instruments.live.fed_outputs import Embeddings, FedLoss, find_embeddings, floats
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
 
@@ -29,7 +30,7 @@ def contrastive_probe(setup: Setup, call: LiveCall) -> ContrastiveProbe:
 
     Contrastive is what couples examples: the gradient at example 0's embedding changes when another example's embedding does.
     `DoesNotApply` for any other loss, `CannotLook` where embeddings are not [B, D] outputs of the model.
-    Cost: no forward; 200 evaluations of the loss on [B, D] tensors.
+    Cost: no forward; 400 evaluations of the loss on [B, D] tensors.
     """
     found = find_embeddings(call)
     if not found.places or setup.intent in ("causal", "prefix", "masked", "seq2seq", "rl"):
@@ -50,12 +51,30 @@ def contrastive_probe(setup: Setup, call: LiveCall) -> ContrastiveProbe:
         if not _couples(loss, found.values):
             raise DoesNotApply("no contrastive loss: each example's gradient is its own")
         norm = _common_norm(found.values)
-        floor, scale, collapsed = _floor(loss, found.values, norm)
+        reached = _floors(loss, found.values, norm)
         duplicates = _duplicates(loss, found.values, call, norm)
+        is_learnable = _has_learnable_scale(loss, found.values, call)
     return ContrastiveProbe(
-        num_examples=int(found.values[0].shape[0]), floor=floor, collapsed=collapsed, is_normalised=norm is not None, scale=scale,
-        duplicates=duplicates or (), duplicates_looked_at=duplicates is not None,
+        num_examples=int(found.values[0].shape[0]), floor=reached.floor, free_floor=reached.free, collapsed=reached.collapsed,
+        is_normalised=norm is not None, is_learnable=is_learnable, scale=reached.scale, duplicates=duplicates or (),
+        duplicates_looked_at=duplicates is not None,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Floors:
+    floor: float
+    free: float
+    collapsed: float
+    scale: float
+
+
+def _has_learnable_scale(loss: FedLoss, values: Sequence[torch.Tensor], call: LiveCall) -> bool:
+    """True if the loss depends on a trainable parameter beside the embeddings, or on a number that the model returns from one."""
+    if loss([v.float() for v in values]).requires_grad:
+        return True
+    has_number = any(v.numel() == 1 for one in call.calls for v in floats(one.output))
+    return has_number and any(p.requires_grad and p.numel() == 1 for p in call.core.parameters())
 
 
 def _gradients(loss: FedLoss, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -87,9 +106,11 @@ def _couples(loss: FedLoss, values: Sequence[torch.Tensor]) -> bool:
 
 
 def _common_norm(values: Sequence[torch.Tensor]) -> float | None:
-    """The norm that all embeddings have, or None where norms differ (then their scale is free)."""
+    """The norm that all [B, D] embeddings have, or None where norms differ (then their length is free)."""
     import torch
 
+    if any(v.dim() != 2 for v in values):
+        return None
     norms = torch.cat([v.float().norm(dim=1) for v in values])
     mean = float(norms.mean())
     return mean if mean > 0 and float((norms - mean).abs().max()) < 5e-3 * mean else None
@@ -115,20 +136,41 @@ def _codes(num: int, dims: int) -> torch.Tensor:
     return unit
 
 
-def _floor(loss: FedLoss, values: Sequence[torch.Tensor], norm: float | None) -> tuple[float, float, float]:
-    """The smallest loss found, the logit scale, and the loss of equal embeddings."""
+def _like(codes: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The codes [B, D] in the shape of an output: over all T positions of [B, T, D]."""
+    placed = codes if value.dim() == 2 else codes[:, None, :].expand(-1, value.shape[1], -1)
+    return placed.to(value.device).clone()
+
+
+def _floors(loss: FedLoss, values: Sequence[torch.Tensor], norm: float | None) -> _Floors:
+    """The smallest loss with embeddings of the measured length, with free length, the loss of equal ones, and the scale."""
     import torch
 
-    num, dims = values[0].shape
-    size = norm if norm is not None else max(float(v.float().norm(dim=1).mean()) for v in values)
+    num, dims = values[0].shape[0], values[0].shape[-1]
+    size = norm if norm is not None else max(float(v.float().norm(dim=-1).mean()) for v in values)
     codes = _codes(num, dims) * size
-    equal = torch.ones(1, dims) / math.sqrt(dims) * size
+    equal = (torch.ones(1, dims) / math.sqrt(dims) * size).expand(num, dims)
     with torch.no_grad():
-        collapsed = float(loss([equal.expand(num, dims).to(v.device).clone() for v in values]))
-        perfect = float(loss([codes.to(v.device).clone() for v in values]))
-    leaves = [codes.to(v.device).clone().requires_grad_(True) for v in values]
+        collapsed = float(loss([_like(equal, v) for v in values]))
+        perfect = float(loss([_like(codes, v) for v in values]))
+        longer = float(loss([_like(2 * codes, v) for v in values]))
+    ignores_length = abs(longer - perfect) <= 1e-5 * max(1.0, abs(perfect))
+    best = min(perfect, _descend(loss, [_like(codes, v) for v in values], size, norm))
+    scale = _scale(codes / size, perfect, collapsed) if norm is not None or ignores_length else math.nan
+    if norm is None:
+        free = best if not ignores_length else 0.0 if not math.isnan(scale) else math.nan
+    else:
+        free = min(best, _descend(loss, [_like(30 * codes, v) for v in values], 30 * size, None))
+    return _Floors(floor=best, free=free, collapsed=collapsed, scale=scale)
+
+
+def _descend(loss: FedLoss, start: Sequence[torch.Tensor], size: float, norm: float | None) -> float:
+    """The smallest loss on the way down from these embeddings, kept at `norm` if it is given."""
+    import torch
+
+    leaves = [v.requires_grad_(True) for v in start]
     optimizer = torch.optim.Adam(leaves, lr=0.05 * size)
-    best = perfect
+    best = math.inf
     for i in range(NUM_ITERATIONS):
         optimizer.zero_grad()
         value = loss(leaves)
@@ -136,14 +178,13 @@ def _floor(loss: FedLoss, values: Sequence[torch.Tensor], norm: float | None) ->
             break
         best = min(best, float(value.detach()))
         value.backward()  # type: ignore[no-untyped-call]
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05 * size * (1 - i / NUM_ITERATIONS)
+        optimizer.param_groups[0]["lr"] = 0.05 * size * (1 - i / NUM_ITERATIONS)
         optimizer.step()
         if norm is not None:
             with torch.no_grad():
                 for leaf in leaves:
-                    leaf.mul_(norm / leaf.norm(dim=1, keepdim=True).clamp(min=1e-12))
-    return best, _scale(codes / size, perfect, collapsed), collapsed
+                    leaf.mul_(norm / leaf.norm(dim=-1, keepdim=True).clamp(min=1e-12))
+    return best
 
 
 def _scale(codes: torch.Tensor, perfect: float, collapsed: float) -> float:
@@ -168,16 +209,16 @@ def _duplicates(
     """(i, j): example i is pushed away from a target whose input equals a target that i is pulled to. None: not looked at."""
     import torch
 
-    num = values[0].shape[0]
+    num, dims = values[0].shape[0], values[0].shape[-1]
     inputs = _inputs(call, num, len(values))
     if inputs is None:
         return None
     total = num * len(values)
     size = norm if norm is not None else 1.0
-    codes = torch.eye(total, max(total, values[0].shape[1])) * size  # orthogonal codes: each gradient splits exactly
-    leaves = [codes[i * num : (i + 1) * num].to(v.device) for i, v in enumerate(values)]
+    codes = torch.eye(total, max(total, dims)) * size  # orthogonal codes: each gradient splits exactly
+    leaves = [_like(codes[i * num : (i + 1) * num], v) for i, v in enumerate(values)]
     try:
-        gradients = torch.stack(_gradients(loss, leaves)).reshape(total, -1)
+        gradients = torch.cat([g if g.dim() == 2 else g.sum(dim=1) for g in _gradients(loss, leaves)])
     except (RuntimeError, CannotLook):  # the loss has weights of its own for D dimensions
         return None
     pull_QT = gradients.cpu() @ codes.T

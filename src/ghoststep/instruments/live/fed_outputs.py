@@ -22,24 +22,35 @@ Place = tuple[int, "str | int | None"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings:
-    """The outputs that may be embeddings: their places, in order, and their values (float, [B, D])."""
+    """The outputs that may be embeddings: their places, in order, and their values (float, [B, D] or [B, T, D])."""
 
     places: tuple[Place, ...]
     values: tuple[torch.Tensor, ...]
 
 
 def find_embeddings(call: LiveCall) -> Embeddings:
-    """Every floating [B, D] output with the batch's number of examples; the widest B of all calls counts."""
+    """Every floating [B, D] or [B, T, D] output but the logits; the largest B of all calls counts."""
     import torch
 
     found: list[tuple[Place, torch.Tensor]] = []
     for number, one in enumerate(call.calls):
         for key, value in _items(one.output):
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 2 and min(value.shape) > 1:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() not in (2, 3):
+                continue
+            classes = call.num_classes if call.head is not None else call.num_table_rows
+            is_logits = value.dim() == 3 and value.shape[-1] == classes
+            if not is_logits and min(value.shape[0], value.shape[-1]) > 1:
                 found.append(((number, key), value.detach()))
     most = max((v.shape[0] for _, v in found), default=0)
     kept = [(p, v) for p, v in found if v.shape[0] == most]
     return Embeddings(places=tuple(p for p, _ in kept), values=tuple(v for _, v in kept))
+
+
+def floats(output: Any) -> list[torch.Tensor]:
+    """The floating tensors among a model's outputs."""
+    import torch
+
+    return [v for _, v in _items(output) if isinstance(v, torch.Tensor) and v.is_floating_point()]
 
 
 def _items(output: Any) -> Iterator[tuple[str | int | None, Any]]:

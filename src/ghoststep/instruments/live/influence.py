@@ -8,7 +8,7 @@ difference is taken, so it sees weights of 1e-26; it is blind to discrete routin
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.evidence.base import Missing
@@ -19,7 +19,7 @@ from ghoststep.instruments.live.base_probe import BaseProbe
 from ghoststep.instruments.live.calling import LiveCall
 from ghoststep.instruments.live.influence_intent import causal_intent
 from ghoststep.instruments.live.influence_order import order_change
-from ghoststep.instruments.live.influence_plan import Block, document_stop, positions
+from ghoststep.instruments.live.influence_plan import Block, document_stop, positions, turned
 from ghoststep.instruments.live.influence_power import lifted, switched_off
 from ghoststep.instruments.live.influence_probe import Probe
 from ghoststep.instruments.live.influence_regions import Regions
@@ -44,7 +44,7 @@ class _Given:
 def influence(
     setup: Setup, call: LiveCall, base: BaseProbe, batch: BatchFacts | Missing, xray: LossXray | Missing
 ) -> Influence:
-    """Measure influence on the first batch. Cost, in passes over the batch up to the head: 7 forwards and 1 backward (no
+    """Measure influence on the first batch. Cost, in passes over the batch up to the head: 9 forwards and 2 backwards (no
     gradient of parameters); one more for padding, two for expert routing, two for a model in eval mode that differs in train
     mode, 5 to 13 where examples see each other; with `setup.fast` 3 forwards and 1 backward. Nothing is changed; see `untouched`.
 
@@ -63,10 +63,12 @@ def influence(
     plain, order = sessions[0], None
     if not setup.fast and not nothing_visible_at_all(plain):
         if off:
-            plain = _session(given, base.probe)
+            plain = _session(given, base.probe.turned() if sessions[0].probe.time_first else base.probe)
             plain.coupled = sessions[0].coupled
         order = order_change(plain)
-    intent = causal_intent(setup, call, batch, xray)
+    if sessions[0].probe.time_first:
+        batch, xray = turned(sessions[0].at.ids, batch, xray)
+    intent = causal_intent(setup, call, plain.at.ids, batch, xray)
     return influence_of(sessions, plain, order, intent, batch, perturbed=bool(off))
 
 
@@ -101,21 +103,26 @@ def _measure(given: _Given, probe: Probe | None) -> list[Session]:
         return [session]
     _first_swaps(session, examples, fast=fast)
     if session.coupled:
+        session = _time_first(given, session) or session
+        examples = session.examples
+    if session.coupled:
         _one_by_one(session, examples, fast=fast)
     elif not fast:
         session.swap(session.blocks(examples, 2, suggested=True), across=False)
+        session.swap(session.blocks(examples, 5), across=False)
         for i in (3, 4) if session.probe.attention.num_choices else ():
             session.swap(session.tails(examples, i), across=False)
     if not fast:
         session.pads()
+        session.encoder_pads(given.batch.pad_id if isinstance(given.batch, BatchFacts) else None)
     if session.coupled != "continuous":
-        session.gradient(session.targets(examples, 0))
-        if not fast and len(examples) == 1:
-            session.gradient(session.targets(examples, 1))
+        for i in range(1 if fast else 2):
+            session.gradient(session.targets(examples, i))
     _confirm(session)
     if fast or session.probe.training or session.coupled:
         return [session]
-    other = _session(given, Probe(given.call, training=True))
+    probe = Probe(given.call, training=True)
+    other = _session(given, probe.turned() if session.probe.time_first else probe)
     if not _differ(session, other):
         return [session]
     _first_swaps(other, examples, fast=True)
@@ -123,6 +130,24 @@ def _measure(given: _Given, probe: Probe | None) -> list[Session]:
         _one_by_one(other, examples, fast=True)
     _confirm(other)
     return [session, other]
+
+
+def _time_first(given: _Given, session: Session) -> Session | None:
+    """A session with batch and time exchanged if that is how the model runs: what looked like other examples are earlier
+    tokens, and the examples do not see each other."""
+    alone = replace(session, swaps=Regions("swap", session.swaps.mode), swap_rows=[])
+    alone.swap(alone.blocks(session.examples[:1], 0), across=True)
+    if power(alone.swaps, session.floor)[1]:
+        return None
+    turned = _session(given, session.probe.turned())
+    if not turned.examples:
+        return None
+    _first_swaps(turned, turned.examples, fast=given.setup.fast)
+    session.probe.num_forward, session.probe.num_backward = turned.probe.num_forward, turned.probe.num_backward
+    if turned.coupled or not power(turned.swaps, turned.floor)[1]:
+        return None
+    turned.reasons.append("the model takes time before batch: examples are the second dimension of its ids")
+    return turned
 
 
 def _differ(one: Session, other: Session) -> bool:
@@ -157,6 +182,16 @@ def _first_swaps(session: Session, examples: list[int], *, fast: bool) -> None:
         session.gradients, session.gradient_rows = kept, []
 
 
+def _raise_floor(session: Session, seen: float) -> bool:
+    """Run the unchanged batch again: True if what was seen is no more than two equal runs differ by."""
+    noise = _noise(session)
+    if noise <= 0.1 * seen:
+        return False
+    session.reasons.append(f"two runs of the same batch differ by {noise:.2g} of a hidden state: weaker influence is not seen")
+    session.floor = max(session.floor, 10 * noise / session.swaps.reference())
+    return True
+
+
 def _noise(session: Session) -> float:
     import numpy as np
 
@@ -187,6 +222,8 @@ def _confirm(session: Session) -> None:
     if tally is None or tally.absolute <= session.floor * reference:
         return
     if gradient is not None and gradient.absolute > 0:
+        return
+    if _raise_floor(session, tally.absolute):
         return
     example, start = tally.source
     stop = document_stop(session.at, example, start)

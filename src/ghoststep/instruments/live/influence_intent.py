@@ -24,15 +24,20 @@ MAX_RESIDUAL = 0.05
 """Distance from a cross-entropy from which a loss's targets say nothing."""
 
 
-def causal_intent(setup: Setup, call: LiveCall, batch: BatchFacts | Missing, xray: LossXray | Missing) -> CausalIntent:
+def causal_intent(
+    setup: Setup, call: LiveCall, ids_BT: NDArray[np.int64], batch: BatchFacts | Missing, xray: LossXray | Missing
+) -> CausalIntent:
     """In this order: the setup's intent; the targets that the loss pulls towards; the model's class and config; the labels.
 
     A declared prefix-LM, encoder-decoder or policy is causal on the positions that it trains.
     """
     if setup.intent in _DECLARED:
         return CausalIntent(causal=_DECLARED[setup.intent], source=f"the setup's intent is {setup.intent!r}")
-    if isinstance(batch, BatchFacts) and isinstance(xray, LossXray) and xray.target_BT.shape == batch.ids_BT.shape:
-        said = _by_targets(batch.ids_BT, xray)
+    if isinstance(xray, LossXray):
+        # The probed call's ids, or those of all calls where the loss makes several.
+        candidates = [ids_BT, *([batch.ids_BT] if isinstance(batch, BatchFacts) else [])]
+        ids = next((i for i in candidates if i.shape == xray.target_BT.shape), None)
+        said = None if ids is None else _by_targets(ids, xray)
         if said is not None:
             return said
     said = _by_declaration(call.core)

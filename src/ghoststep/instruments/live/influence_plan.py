@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.evidence.base import Missing
@@ -53,8 +53,9 @@ def positions(
     padding = np.zeros(shape, dtype=bool)
     document = np.zeros(shape, dtype=np.int64)
     labels = None
-    if isinstance(batch, BatchFacts) and _covers(batch.ids_BT, ids_BT):
-        rows, time = shape
+    rows, time = shape
+    batch, xray = turned(ids_BT, batch, xray)
+    if isinstance(batch, BatchFacts) and np.array_equal(batch.ids_BT[:rows, :time], ids_BT):
         if batch.padding_BT is not None:
             padding = batch.padding_BT[:rows, :time].copy()
             if is_decoder and time > 1:
@@ -77,6 +78,28 @@ def positions(
         ids=ids_BT, real=real, padding=padding, document=document, trained_known=known,
         trained=trained & real if known and trained is not None else real,
     )  # fmt: skip
+
+
+def turned(
+    ids_BT: NDArray[np.int64], batch: BatchFacts | Missing, xray: LossXray | Missing
+) -> tuple[BatchFacts | Missing, LossXray | Missing]:
+    """The facts with batch and time exchanged where they were read from a model that takes time first."""
+    import numpy as np
+
+    if isinstance(batch, BatchFacts) and batch.ids_BT.shape != ids_BT.shape and np.array_equal(batch.ids_BT.T, ids_BT):
+        batch = replace(
+            batch, ids_BT=ids_BT, padding_BT=_turn(batch.padding_BT), document_BT=None, labels_BT=_turn(batch.labels_BT)
+        )
+        if isinstance(xray, LossXray) and xray.target_BT.shape == ids_BT.T.shape:
+            xray = replace(
+                xray, target_BT=xray.target_BT.T, weight_BT=xray.weight_BT.T, ambiguous_BT=xray.ambiguous_BT.T,
+                target_probability_BT=xray.target_probability_BT.T,
+            )  # fmt: skip
+    return batch, xray
+
+
+def _turn(table: NDArray[Any] | None) -> NDArray[Any] | None:
+    return None if table is None or table.ndim != 2 else table.T
 
 
 def _covers(larger: NDArray[Any], smaller: NDArray[Any]) -> bool:

@@ -8,11 +8,13 @@ two passes of equal tokens are equal bit for bit.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook
 from ghoststep.instruments.live.calling import LiveCall, eager
+from ghoststep.instruments.live.influence_attention import AttentionSeen
 from ghoststep.instruments.live.influence_survey import as_hidden, hidden_tensor, survey
 from ghoststep.instruments.live.untouched import untouched
 
@@ -27,6 +29,7 @@ class _EnoughError(BaseException):
 class Probe:
     """Runs passes of one recorded call. H is float32 [B, T, D] at the readout.
 
+    time_first: the model's tensors are [T, B, ...]; ids_BT, base, H and gradients are turned round to [B, T, ...].
     ids_BT: the token ids of the look-up that the readout belongs to. num_forward / num_backward count. `stochastic`: a pass drew
     random numbers.
     """
@@ -39,13 +42,45 @@ class Probe:
         self.core, self.call = call.core, call.calls[which]
         self.training = self.core.training if training is None else training
         self.num_forward = self.num_backward = 0
-        self.stochastic = False
+        self.stochastic = self.time_first = False
         self._random = torch.get_rng_state()
         self._generator = torch.Generator().manual_seed(0)
         with self.quiet():
             seen = survey(self.core, self.run, call)
         self.base, self.readout, self.attention = seen.base, seen.readout, seen.attention
         self.ids_BT, self.tables, self.num_streams = seen.ids_BT, seen.tables, seen.num_streams
+        self.encoder_ids, self._encoder_tables = seen.encoder_ids, seen.encoder_tables
+
+    def turned(self) -> Probe:
+        """The same probe with batch and time exchanged, sharing what was measured."""
+        other = copy.copy(self)
+        other.time_first = not self.time_first
+        other.ids_BT, other.base = self.ids_BT.T.contiguous(), self.base.transpose(0, 1).contiguous()
+        other.attention = AttentionSeen(num_operations=self.attention.num_operations, num_choices=self.attention.num_choices)
+        return other
+
+    def encoder_hidden(self, replaced_BS: torch.Tensor) -> torch.Tensor:
+        """The decoder's H after other tokens were put into the encoder's ids [B, S]. One forward."""
+        assert self.encoder_ids is not None  # the caller looked
+        other = copy.copy(self)
+        other.ids_BT, other.tables = self.encoder_ids, self._encoder_tables
+        hidden = other.hidden(replaced_BS)
+        self.num_forward = other.num_forward
+        return hidden
+
+    @property
+    def encoder_tables(self) -> list[torch.nn.Module]:
+        """The modules that looked the encoder's ids up."""
+        return self._encoder_tables
+
+    @property
+    def _layout(self) -> tuple[int, int]:
+        """The first two sizes of the model's own tensors."""
+        batch, time = int(self.base.shape[0]), int(self.base.shape[1])
+        return (time, batch) if self.time_first else (batch, time)
+
+    def _turn(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(0, 1) if self.time_first else tensor
 
     def run(self, *, grad: bool = False) -> None:
         """One forward in the recorded mode. Hooks are the caller's."""
@@ -105,11 +140,11 @@ class Probe:
                 total = torch.stack([hidden[b, t] @ direction for b, t in targets]).sum()
             total.backward()  # type: ignore[no-untyped-call]
         self.num_backward += 1
-        norms = torch.zeros(self.ids_BT.shape)
+        norms = torch.zeros(self._layout)
         for leaf in leaves:
             if leaf.grad is not None:
-                norms += leaf.grad.detach().double().reshape(*self.ids_BT.shape, -1).norm(dim=-1).float().cpu()
-        return norms
+                norms += leaf.grad.detach().double().reshape(*self._layout, -1).norm(dim=-1).float().cpu()
+        return self._turn(norms)
 
     @contextlib.contextmanager
     def _feeding(self, replaced_BT: torch.Tensor | None) -> Iterator[None]:
@@ -129,7 +164,7 @@ class Probe:
             if not self._is_mine(args[0] if args else None):
                 return None
             given = args[0]
-            return (replaced_BT.to(given).reshape(given.shape), *args[1:])
+            return (self._turn(replaced_BT).to(given).reshape(given.shape), *args[1:])
 
         return hook
 
@@ -138,7 +173,7 @@ class Probe:
 
         if not isinstance(given, torch.Tensor) or given.is_floating_point():
             return False
-        flat, mine = given.detach().reshape(-1), self.ids_BT.reshape(-1)
+        flat, mine = given.detach().reshape(-1), self._turn(self.ids_BT).reshape(-1)
         return flat.shape == mine.shape and bool(torch.equal(flat.cpu().long(), mine))
 
     @contextlib.contextmanager
@@ -160,7 +195,7 @@ class Probe:
     @contextlib.contextmanager
     def _reading(self, caught: list[torch.Tensor], shape: tuple[int, int] | None = None) -> Iterator[None]:
         module, is_input = self.readout.module, self.readout.is_input
-        batch, time = shape or self.base.shape[:2]
+        batch, time = shape or self._layout
 
         def before(m: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             caught.append(args[0] if args else next(iter(kwargs.values())))
@@ -180,7 +215,8 @@ class Probe:
     def _shaped(self, caught: list[torch.Tensor], *, detach: bool = True) -> torch.Tensor:
         if not caught:
             raise CannotLook(f"{self.readout.name} was not reached in a second run of the same call")
-        tensor = as_hidden(caught[-1], *self.base.shape[:2])
+        tensor = as_hidden(caught[-1], *self._layout)
+        tensor = None if tensor is None else self._turn(tensor)
         if tensor is None or tensor.shape != self.base.shape:
             raise CannotLook(f"{self.readout.name} changed its shape in a second run of the same call")
         return tensor.detach().float().cpu() if detach else tensor

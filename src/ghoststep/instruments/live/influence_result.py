@@ -51,6 +51,8 @@ def influence_of(
         has_attention=first.probe.attention.num_operations > 0, probes_perturbed=perturbed,
         nothing_visible=_nothing_visible(first),
         is_causal_by_measure=all(r.relative <= (first.floor if r.method == "swap" else 1e-6) for r in future),
+        encoder_padding=first.encoder_padding,
+        is_time_first=first.probe.time_first,
         against_order=any(
             s.coupled == "discrete" and s.swaps.backward > s.floor * s.swaps.reference() >= s.swaps.forward for s in sessions
         ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ghoststep.errors import CannotLook
+from ghoststep.evidence.influence import Region
 from ghoststep.instruments.live.influence_plan import (
     FRACTIONS,
     Block,
@@ -42,6 +43,7 @@ class Session:
     floor: float
     coupled: str | None = None
     seed: int = 0
+    encoder_padding: bool = False
     gradient_rows: list[tuple[tuple[int, int], NDArray[np.float64]]] = field(default_factory=list)
     swap_rows: list[tuple[Block, NDArray[np.float64]]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -100,6 +102,33 @@ class Session:
         kept = self.at.padding.copy()
         kept[[b for b in range(len(kept)) if b not in rows]] = False
         add_padding(self.swaps, _with_padding(self.at, kept), self.changed(where_BT))
+
+    def encoder_pads(self, pad_id: int | None) -> None:
+        """Replace the PAD tokens of an encoder (by its attention_mask, else the pad id at an end) and read the decoder."""
+        import numpy as np
+        import torch
+
+        ids = self.probe.encoder_ids
+        if ids is None:
+            return
+        given = self.probe.call.kwargs.get("attention_mask")
+        if isinstance(given, torch.Tensor) and given.shape == ids.shape:
+            padding = (given == 0).cpu().numpy()
+        else:
+            padding = (ids == pad_id).numpy() if pad_id is not None else np.zeros(ids.shape, dtype=bool)
+            padding &= np.logical_and.accumulate(padding[:, ::-1], axis=1)[:, ::-1]
+        rows = [b for b in self.examples if padding[b].any() and not padding[b].all()]
+        if not rows or self.coupled:
+            return
+        self.seed += 1
+        encoder = replace(self.at, ids=ids.numpy(), real=~padding, padding=padding)
+        tokens = replacements(encoder, padding, self.probe.encoder_tables, self.special, self.seed)
+        change_BT = changes(self.probe.encoder_hidden(tokens), self.probe.base)
+        self.encoder_padding = True
+        for b in rows:
+            source = (b, int(padding[b].nonzero()[0][0]))
+            for t in self.at.real[b].nonzero()[0].tolist():
+                self.swaps.add(Region.PADDING, float(change_BT[b, t]), source, (b, t))
 
     def gradient(self, targets: list[tuple[int, int]]) -> None:
         """One backward from these targets, at most one an example; without a gradient only the swaps remain."""

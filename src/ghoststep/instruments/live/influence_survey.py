@@ -69,7 +69,8 @@ class LookUp:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
     """base: H float32 [B, T, D] at the readout. ids_BT: the token ids its positions stand for; tables: every module that looked
-    them up. attention: what attention operations let through. num_streams: token sequences looked up (2: encoder and decoder).
+    them up. attention: what attention operations let through. num_streams: token sequences looked up (2: encoder and decoder);
+    encoder_ids [B, S] and encoder_tables: the first of them where there are two.
     """
 
     base: torch.Tensor
@@ -78,6 +79,8 @@ class Survey:
     tables: list[torch.nn.Module]
     attention: AttentionSeen
     num_streams: int
+    encoder_ids: torch.Tensor | None
+    encoder_tables: list[torch.nn.Module]
 
 
 class _Noted:
@@ -126,6 +129,8 @@ class _Noted:
 
 def survey(core: torch.nn.Module, run: Callable[[], None], call: LiveCall) -> Survey:
     """The first pass: which tables are looked up, the hidden states at the best place to read them, what attention sees."""
+    import torch
+
     noted = _Noted(call)
     handles = [module.register_forward_hook(noted.hook(name)) for name, module in core.named_modules() if name]
     handles.append(core.register_forward_hook(lambda m, a, o: noted.outputs.append(o)))
@@ -143,7 +148,14 @@ def survey(core: torch.nn.Module, run: Callable[[], None], call: LiveCall) -> Su
     num_streams = len({tuple(i.reshape(-1).tolist()) for i in streams})
     if num_streams > 1:
         attention.open_BTT = attention.empty_BT = None  # an encoder's masks are about other positions
-    return Survey(base=base, readout=readout, ids_BT=ids_BT, tables=tables, attention=attention, num_streams=num_streams)
+    before = [
+        i for i in streams if num_streams > 1 and i.dim() == 2 and i.shape[0] == ids_BT.shape[0] and not torch.equal(i, ids_BT)
+    ]
+    encoder_ids, encoder_tables = _tables(noted.look_ups, before[0]) if before else (None, [])
+    return Survey(
+        base=base, readout=readout, ids_BT=ids_BT, tables=tables, attention=attention, num_streams=num_streams,
+        encoder_ids=encoder_ids, encoder_tables=encoder_tables,
+    )  # fmt: skip
 
 
 def _readout(core: torch.nn.Module, noted: _Noted) -> tuple[torch.Tensor, Readout]:

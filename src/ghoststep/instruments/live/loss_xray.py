@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ghoststep.errors import CannotLook
+from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.evidence.loss import LossKind, LossXray
 from ghoststep.instruments.live.batch_facts import grid
 from ghoststep.instruments.live.calling import LiveCall
@@ -37,7 +37,7 @@ def loss_xray(setup: Setup, call: LiveCall) -> LossXray:
     """
     if call.loss is None and setup.train_step is None:
         raise CannotLook(call.loss_error or "the setup gives no loss")
-    ids = grid(call)
+    ids = grid(call, setup.intent)
     if not ids:
         raise CannotLook("no token ids reached an input embedding, so positions cannot be named")
     look = Look(
@@ -75,9 +75,16 @@ def _read(look: Look, call: LiveCall) -> Reading | None:
         return first
     if refused is not None:
         raise refused
+    if _compares_embeddings(look, call):
+        raise DoesNotApply("no logits over a vocabulary: the loss compares embeddings, so positions have no labels")
     raise CannotLook(
         "the loss depends neither on a head's output nor on the last hidden states seen by hooks, so nothing could be fed"
     )
+
+
+def _compares_embeddings(look: Look, call: LiveCall) -> bool:
+    """Declared, or no head is called and no logits come out."""
+    return look.setup.intent == "contrastive" or (call.head is None and call.logits is None)
 
 
 def _read_logits(look: Look) -> Reading:

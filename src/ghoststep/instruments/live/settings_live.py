@@ -48,8 +48,9 @@ def schedule_facts(setup: Setup) -> ScheduleFacts:
             for _ in range(AHEAD):
                 scheduler.step()
                 ahead.append(_largest_rate(all_held))
-    except Exception as error:  # a schedule that needs a metric
-        raise CannotLook(f"the scheduler cannot be stepped without more arguments ({type(error).__name__})") from error
+    except Exception as error:  # a schedule that has ended (one cycle), or one that needs a metric
+        if len(ahead) == 1:
+            raise CannotLook(f"the scheduler cannot be stepped without more arguments ({type(error).__name__})") from error
     finally:
         _restore_schedule(scheduler, schedule)
         for group, rate in zip(all_held.groups, rates, strict=True):

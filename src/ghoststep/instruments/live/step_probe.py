@@ -45,6 +45,8 @@ def step_probe(setup: Setup, wiring: LiveWiring) -> StepProbe:
         raise CannotLook(wiring.gradient_reason)
     if setup.train_step is None and wiring.gradient_reason:
         raise CannotLook(wiring.gradient_reason)
+    if setup.accumulation_steps > MAX_CALLS:
+        raise CannotLook(f"{setup.accumulation_steps} micro-batches make a step; at most {MAX_CALLS} are run")
     need_room(setup.model, all_held)
     return _Probe(setup, wiring, all_held).run()
 
@@ -97,12 +99,14 @@ class _Probe:
     def _calls(self, watch: StepWatch) -> None:
         setup = self.setup
         wanted = min(max(NUM_STEPS, 2 * setup.accumulation_steps), MAX_CALLS)
-        for i in range(wanted):
-            batch = setup.batches[i % len(setup.batches)]
+        for i in range(MAX_CALLS):
             if len(watch.steps) >= NUM_STEPS:
                 break  # one call does a whole accumulation window
+            if i >= wanted and (watch.steps or setup.scaler is not None):
+                break  # beyond that only a train_step that has not stepped yet: it may accumulate without saying so
             watch.calls_since_step += 1
             self.num_calls += 1
+            batch = setup.batches[i % len(setup.batches)]
             try:
                 with eager():
                     if setup.train_step is not None:

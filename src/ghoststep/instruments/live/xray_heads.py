@@ -23,7 +23,7 @@ def heads(setup: Setup, call: LiveCall) -> list[torch.nn.Module]:
     """
     if call.head is None:
         return []
-    main = _outer(call)
+    main = main_head(call)
     inside = {id(m) for m in main.modules()}
     candidates = [m for m in call.core.modules() if id(m) not in inside and _fits(m, call)]
     if not candidates:
@@ -36,7 +36,7 @@ def heads(setup: Setup, call: LiveCall) -> list[torch.nn.Module]:
     return [m for m in candidates if id(m.weight) in weights] + [main]
 
 
-def _outer(call: LiveCall) -> torch.nn.Module:
+def main_head(call: LiveCall) -> torch.nn.Module:
     """An adapter around the head adds to its output: the whole of it is the head."""
     assert call.head is not None
     parent = call.head_name
@@ -61,7 +61,7 @@ def _weights_before_log_softmax(loss: torch.Tensor, num_classes: int) -> set[int
     from ghoststep.instruments.live.xray_nodes import log_softmax_nodes
 
     found: set[int] = set()
-    for start in log_softmax_nodes(loss, num_classes):
+    for start in log_softmax_nodes(loss, 2, num_classes):
         queue, seen = [n for n, _ in start.next_functions], set()
         while queue:
             node = queue.pop(0)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_GROUPS = 4
+UNSTABLE = 0.05
 HARD_ABOVE = 0.995
 """A target mass that near to 1 is 1: a soft cap moves the reading by less than that."""
 _TIE = 1e-3
@@ -40,6 +41,7 @@ def read_hidden(look: Look, call: LiveCall) -> Reading | None:
     hidden = Look(
         setup=look.setup, batch=look.batch, core=look.core, modules=[module], embedding=look.embedding, grid=look.grid,
         num_classes=look.num_classes, hidden=True,
+        fewest_classes=max(2, (call.num_table_rows or 2) // 2),
     )  # fmt: skip
     try:
         found = read_twice(hidden)
@@ -117,6 +119,8 @@ def _read_fused(look: Look, call: LiveCall, width: int) -> Reading | None:
             return None
         columns.update(zip(group.tolist(), solved, strict=True))
     residual, factor, passes = solver.misfit if groups else near.misfit, solver.factor, 1 + solver.num_forward
+    if residual > UNSTABLE:  # weights that move with the logits (preferences): the columns of two passes cannot be compared
+        columns, factor = {}, 1.0
     rows = _rows(near, columns, weight_VD, factor, first.fed_loss)
     return Reading(
         rows=[rows], residual=residual, recipe="fed hidden states", num_classes=weight_VD.shape[0], num_calls=0,
@@ -244,7 +248,7 @@ def _rows(near: _Nearest, columns: dict[int, Column], weight_VD: torch.Tensor, f
         label[place], tie[place], even[place] = column.label, column.tie, column.even
         tops_P[place] = 1.0 if is_hard and column.top > 0.9 else column.top
     pull = torch.where(loaded, near.pull_P, 0.0)
-    if is_hard:
+    if is_hard and columns:
         factor = _exact_factor(factor, float(pull.sum()) * math.log(num_classes) / fed_loss if fed_loss else math.nan)
     weight = (pull / factor / share).nan_to_num(0.0, 0.0, 0.0)
     for place, column in columns.items():

@@ -6,6 +6,7 @@ from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.evidence.loss import WeightAcrossMicroBatches
 from ghoststep.instruments.live.batch_facts import grid
 from ghoststep.instruments.live.calling import LiveCall
+from ghoststep.instruments.live.xray_heads import main_head
 from ghoststep.instruments.live.xray_passes import Look, NothingFedError, Reading, read_twice
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
@@ -26,9 +27,11 @@ def weight_across_micro_batches(setup: Setup, call: LiveCall) -> WeightAcrossMic
     weights, counts = [], []
     for batch in batches:
         tensors = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() >= 2]
-        shapes = [i.shape for i in grid(call)] if batch is setup.batches[0] else [t.shape[:2] for t in tensors[:1]]
+        shapes = (
+            [i.shape for i in grid(call, setup.intent)] if batch is setup.batches[0] else [t.shape[:2] for t in tensors[:1]]
+        )
         look = Look(
-            setup=setup, batch=batch, core=call.core, modules=[call.head], embedding=call.embedding, grid=shapes,
+            setup=setup, batch=batch, core=call.core, modules=[main_head(call)], embedding=call.embedding, grid=shapes,
             num_classes=call.num_classes,
         )  # fmt: skip
         reading = _read(look)

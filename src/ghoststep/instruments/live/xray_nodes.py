@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ghoststep.instruments.live.xray_rows import MASKED_BELOW, SKETCH_COLUMNS, Targets, chunks, sketch, sketch_matrix, targets
+from ghoststep.instruments.live.xray_rows import MASKED_BELOW, Targets, chunks, signature, sketch, sketch_of, targets
 
 if TYPE_CHECKING:
     import torch
@@ -17,27 +17,27 @@ _EXACT_INTEGERS = 128  # what every float dtype down to bfloat16 holds exactly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReading:
-    """One log-softmax: its rows [N] in the order of its own layout, and sketches [N, K] of what arrives at it and what leaves it."""
+    """One log-softmax: its rows [N] in the order of its own layout, a sketch [N, K] of what arrives, the signature of what leaves."""
 
     node: Any
     num_rows: int
     num_classes: int
     targets: Targets
     sketch_NK: torch.Tensor
-    passed_on_NK: torch.Tensor
+    passed_on_NK: torch.Tensor | None
     masked_V: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafReading:
-    """What arrived at one leaf: its columns with any gradient, bool [width], and a sketch [N, K] of its rows."""
+    """What arrived at one leaf: its columns with any gradient, bool [width], and the signature [N, 2] of its rows."""
 
     live_V: torch.Tensor
-    sketch_NK: torch.Tensor
+    signature_NK: torch.Tensor
 
 
-def log_softmax_nodes(loss: torch.Tensor, num_classes: int | None) -> list[Any]:
-    """Nodes over at least two classes (at most `num_classes` of them, if known), nearest to the loss first."""
+def log_softmax_nodes(loss: torch.Tensor, fewest: int, most: int | None) -> list[Any]:
+    """Nodes over at least `fewest` classes, nearest to the loss first. With `most` known, over half of them up to all."""
     seen: set[Any] = set()
     found: list[Any] = []
     queue: list[Any] = [loss.grad_fn]
@@ -49,7 +49,7 @@ def log_softmax_nodes(loss: torch.Tensor, num_classes: int | None) -> list[Any]:
         if type(node).__name__ == "LogSoftmaxBackward0":
             result = node._saved_result
             width = result.shape[_dim(node)]
-            if width > 1 and (num_classes is None or 0.5 * num_classes <= width <= num_classes):
+            if width >= fewest and (most is None or 0.5 * most <= width <= most):
                 found.append(node)
         queue += [n for n, _ in node.next_functions]
     return found
@@ -66,9 +66,12 @@ def _rows(value: torch.Tensor, node: Any) -> torch.Tensor:
 
 
 def read_nodes(
-    loss: torch.Tensor, nodes: Sequence[Any], leaves: Sequence[torch.Tensor]
+    loss: torch.Tensor, nodes: Sequence[Any], leaves: Sequence[torch.Tensor], *, with_order: bool
 ) -> tuple[list[NodeReading], list[LeafReading]]:
-    """One backward from the loss to the leaves, reading what arrives at each node on the way. Keeps nothing [N, V]."""
+    """One backward from the loss to the leaves, reading what arrives at each node on the way. Keeps nothing [N, V].
+
+    `with_order` also looks at what arrives at the leaves, for `rows_by_order`, and keeps the graph for `rows_of_leaves`.
+    """
     import torch
 
     found: dict[int, NodeReading] = {}
@@ -77,23 +80,25 @@ def read_nodes(
         def hook(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> None:
             pull_NV, logp_NV = _rows(grad_outputs[0], node), _rows(node._saved_result, node)
             read = targets(pull_NV, logp_NV)
-            matrix = sketch_matrix(pull_NV.shape[1], pull_NV.device)
             masked = None
             if bool((read.num_masked_N > 0).any()):
                 masked = (logp_NV[int(read.num_masked_N.argmax())] <= MASKED_BELOW).cpu()
             found[place] = NodeReading(
                 node=node, num_rows=pull_NV.shape[0], num_classes=pull_NV.shape[1], targets=read, masked_V=masked,
-                sketch_NK=sketch(pull_NV, matrix), passed_on_NK=sketch(_rows(grad_inputs[0], node), matrix),
+                sketch_NK=sketch_of(read, pull_NV),
+                passed_on_NK=signature(_rows(grad_inputs[0], node)) if with_order else None,
             )  # fmt: skip
 
         return hook
 
     handles = [node.register_hook(reader(i, node)) for i, node in enumerate(nodes)]
     try:
-        grads = torch.autograd.grad(loss, list(leaves), retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(loss, list(leaves), retain_graph=with_order, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
+    if not with_order:
+        return [found[i] for i in sorted(found)], []
     arrived = [_arrived(g, leaf) for g, leaf in zip(grads, leaves, strict=True)]
     return [found[i] for i in sorted(found)], arrived
 
@@ -104,14 +109,14 @@ def _arrived(grad: torch.Tensor | None, leaf: torch.Tensor) -> LeafReading:
     width = leaf.shape[-1]
     if grad is None:
         num = leaf.numel() // max(1, width)
-        return LeafReading(live_V=torch.zeros(width, dtype=torch.bool), sketch_NK=torch.zeros(num, SKETCH_COLUMNS).double())
+        return LeafReading(live_V=torch.zeros(width, dtype=torch.bool), signature_NK=torch.zeros(num, 2).double())
     rows = grad.reshape(-1, width)
     live = torch.zeros(width, dtype=torch.bool, device=rows.device)
     for piece in chunks(rows):
         live |= piece.any(0)
         if bool(live.all()):
             break
-    return LeafReading(live_V=live.cpu(), sketch_NK=sketch(rows, sketch_matrix(width, rows.device)))
+    return LeafReading(live_V=live.cpu(), signature_NK=signature(rows))
 
 
 def rows_by_order(
@@ -135,11 +140,13 @@ def rows_by_order(
             rows = rows.reshape(leaf.shape[:2])[:, :-1].flatten()
         if rows.numel() != reading.num_rows:
             return None
-        left, got = reading.passed_on_NK, seen.sketch_NK[rows]
+        if reading.passed_on_NK is None:
+            return None
+        left, got = reading.passed_on_NK, seen.signature_NK[rows]
         length = float((left * left).sum())
         factor = float((left * got).sum()) / length if length else 0.0
         apart = (got - factor * left).norm(dim=-1)
-        elsewhere = float(seen.sketch_NK.square().sum() - got.square().sum())
+        elsewhere = float(seen.signature_NK.square().sum() - got.square().sum())
         if factor == 0 or elsewhere > 1e-9 * length or bool((apart > 1e-3 * abs(factor) * left.norm(dim=-1)).any()):
             return None
         nothing = torch.zeros(0, dtype=torch.int64)

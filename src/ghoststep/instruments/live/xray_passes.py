@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook
 from ghoststep.instruments.live.xray_feed import Fed, Feeder, Fill, feeding, places
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Look:
-    """What is run and fed: the modules whose outputs are replaced, and the grid of positions of the batch."""
+    """What is run and fed: the modules whose outputs are replaced, and the grid of positions of the batch.
+
+    `hidden`: they give hidden states, not logits. `fewest_classes`: a log-softmax over fewer is not one over the vocabulary.
+    """
 
     setup: Setup
     batch: Batch
@@ -34,6 +37,7 @@ class Look:
     num_classes: int | None
     hidden: bool = False
     keep_dtype: bool = False
+    fewest_classes: int = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +82,8 @@ def read_twice(look: Look, *, once: bool = False) -> Reading:
     if sketches:
         with frozen(look.setup), _fed(look, _raise_labels(look, first.leaf_labels, 1.0)) as feeder:
             loss, leaves = _again(look, first, feeder)
-            again, _ = read_nodes(loss, log_softmax_nodes(loss, None if look.hidden else look.num_classes), leaves)
+            nodes = _nodes(look, loss, leaves)
+            again, _ = read_nodes(loss, nodes, leaves, with_order=False)
         first.residual = _moved(sketches, [r.sketch_NK for r in again])
         return first
     scale = _second_at_leaves(look, first, leaf_pass, 1.0)
@@ -86,6 +91,10 @@ def read_twice(look: Look, *, once: bool = False) -> Reading:
         # Logits that are scaled before the loss moved too little or too much: once more with what gives them their usual size.
         _second_at_leaves(look, first, leaf_pass, 1.0 / scale)
     return first
+
+
+def _nodes(look: Look, loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[Any]:
+    return log_softmax_nodes(loss, look.fewest_classes, None if look.hidden else leaves[0].shape[-1])
 
 
 def _again(look: Look, reading: Reading, feeder: Feeder) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -153,8 +162,8 @@ def _first(look: Look) -> tuple[Reading, list[torch.Tensor], list[Pass]]:
             num_forward=1,
             fed_loss=float(loss.detach()),
         )
-        nodes = log_softmax_nodes(loss, None if look.hidden else width)
-        readings, arrived = read_nodes(loss, nodes, leaves) if nodes else ([], [])
+        nodes = _nodes(look, loss, leaves)
+        readings, arrived = read_nodes(loss, nodes, leaves, with_order=True) if nodes else ([], [])
         links = rows_by_order(readings, leaves, arrived) if readings else None
         if readings and links is None:
             links = rows_of_leaves(loss, readings, leaves)

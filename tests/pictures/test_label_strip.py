@@ -32,9 +32,7 @@ def test_labels_stand_under_their_tokens() -> None:
         "label   cat  sat  ·    ·",
         "weight  .5   .5        PAD",
     ]
-    assert (
-        "2 of 4 positions carry loss  weights add up to 1  padding: 1, with loss: 0" in lines[-2] + "  " + lines[-1]
-    )
+    assert "2 of 4 positions carry loss  weights add up to 1  padding: 1, with loss: 0" in lines[-2] + "  " + lines[-1]
 
 
 def test_padding_that_carries_loss_is_marked_and_documents_are_divided() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,30 @@ def accumulating(per_micro_batch: bool) -> Callable[[Arch], Setup]:
     return make
 
 
+def accumulating_calls(per_call: bool) -> Callable[[Arch], Setup]:
+    """A step of one micro-batch that updates at every second call; the schedule advances at each, or with the update."""
+
+    def make(arch: Arch) -> Setup:
+        twin = accumulating(False)(arch)  # for its loss, in which tokens weigh the same in every micro-batch
+        scheduler = torch.optim.lr_scheduler.LambdaLR(twin["optimizer"], lambda s: 1 / (1 + s))
+        calls = itertools.count(1)
+
+        def train_step(model: Any, optimizer: Any, batch: Batch) -> float:
+            loss = twin["loss_fn"](model, batch)
+            loss.backward()
+            is_update = next(calls) % 2 == 0
+            if is_update:
+                optimizer.step()
+                optimizer.zero_grad()
+            if per_call or is_update:
+                scheduler.step()
+            return float(loss.item())
+
+        return {**twin, "train_step": train_step, "scheduler": scheduler}
+
+    return make
+
+
 def rate_lost(arch: Arch, broken: Setup, healthy: Setup) -> float:
     """Share of the learning rate lost against the twin after four steps."""
     for setup in (broken, healthy):
@@ -200,6 +225,17 @@ FAULTS: tuple[Fault, ...] = (
         "GS609",
         on(lambda a: a.intent != "contrastive", accumulating(True)),
         accumulating(False),
+        rate_lost,
+        0.1,
+        "share of the learning rate that is lost after four steps",
+        severity="warning",
+        why="the schedule may count micro-batches on purpose",
+    ),
+    step_fault(
+        "scheduler_per_call",
+        "GS609",
+        on(lambda a: a.intent != "contrastive", accumulating_calls(True)),
+        accumulating_calls(False),
         rate_lost,
         0.1,
         "share of the learning rate that is lost after four steps",

@@ -100,7 +100,10 @@ def _without_head(
     if not has_head:
         return Tie.NO_HEAD, f"{one}; {why}"
     if _pools_its_backbone(checkpoint):
-        return Tie.NO_HEAD, f"{one}; {MODULES_FILE} pools the backbone's output into embeddings: no head is used, whatever {why}"
+        return (
+            Tie.NO_HEAD,
+            f"{one}; {MODULES_FILE} pools the backbone's output into embeddings: no head is used, whatever {why}",
+        )
     if flag is False:
         return Tie.BROKEN_HEAD_MISSING, f"{place}, but {one}; {why}: loading starts the head from random values"
     if flag is True:

@@ -73,9 +73,7 @@ def _finding(verdict: Verdict, f: Finding) -> str:
 
 
 def _group(title: str, verdicts: tuple[Verdict, ...], *, opened: bool) -> str:
-    items = [
-        f"<li>{for_html(', '.join(labels(group)))}: {for_html(reason)}</li>" for reason, group in by_reason(verdicts)
-    ]
+    items = [f"<li>{for_html(', '.join(labels(group)))}: {for_html(reason)}</li>" for reason, group in by_reason(verdicts)]
     return _details(title, len(verdicts), items, opened=opened)
 
 

@@ -89,7 +89,9 @@ def _folded(report: Report) -> list[str]:
     lines: list[str] = []
     for title, outcome in (("could not look", Outcome.UNKNOWN), ("not applicable", Outcome.NOT_APPLICABLE)):
         verdicts = with_outcome(report, outcome)
-        items = [f"- {', '.join(map(for_markdown, labels(group)))}: {for_markdown(reason)}" for reason, group in by_reason(verdicts)]
+        items = [
+            f"- {', '.join(map(for_markdown, labels(group)))}: {for_markdown(reason)}" for reason, group in by_reason(verdicts)
+        ]
         lines += _details(title, len(verdicts), items)
     clear = with_outcome(report, Outcome.CLEAR)
     return lines + _details("clear", len(clear), [f"- {_check(v)}{_power(v)}" for v in clear])

@@ -7,7 +7,12 @@ from ghoststep.label_shift import MIN_COUNTING, all_shifts, no_answer, too_few
 from ghoststep.registry import Answer, Unknown, answer, check
 
 
-@check(code="GS202", severity=Severity.ERROR, basis=Basis.MEASURED, explains_anywhere=("padding-in-loss", "prompt-in-loss"))
+@check(
+    code="GS202",
+    severity=Severity.ERROR,
+    basis=Basis.MEASURED,
+    explains_anywhere=("padding-in-loss", "prompt-in-loss", "truncated-answers"),
+)
 def twice_shifted_labels(xray: LossXray, batch: BatchFacts, *, minimum_share: float = 0.5) -> Answer:
     """Each position is trained to predict the token after the next one.
 

@@ -13,7 +13,8 @@ def spoilt_by_new_rows(
 
     ## What it finds
     The softmax mass that the added tokens at the end of the vocabulary take on the first batch, at positions that are not
-    followed by one of them. Fires from `least_share`, and only if it is `over_uniform` times what equal logits would give.
+    followed by one of them. Fires from `least_share`, and only if it is `over_uniform` times what equal logits would give (or more
+    than halfway from that to all the mass).
 
     ## Why it matters
     A trained head gives most tokens a low logit. A new row of zeros, or of another scale, stays near 0 and outshines them: the
@@ -35,11 +36,11 @@ def spoilt_by_new_rows(
     None.
     """
     uniform = new.num_rows / new.num_classes
-    power = Power(
-        quantity="softmax mass on added tokens", smallest_detectable=max(least_share, over_uniform * uniform), unit="fraction"
-    )
+    # Many added tokens have a large share already when all logits are equal: halfway from there to everything is too much too.
+    limit = max(least_share, min(over_uniform * uniform, (1 + uniform) / 2))
+    power = Power(quantity="softmax mass on added tokens", smallest_detectable=limit, unit="fraction")
     reason = f"{new.num_rows} added tokens take {new.share:.2g} of the softmax mass"
-    if new.share < max(least_share, over_uniform * uniform):
+    if new.share < limit:
         return answer((), power=power, reason=reason)
     finding = Finding(
         message=f"{new.num_rows} added tokens (output rows {new.first_row} to {new.first_row + new.num_rows - 1}) "

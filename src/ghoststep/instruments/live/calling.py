@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ghoststep.engine import describe
 from ghoststep.errors import CannotLook
 from ghoststep.evidence.base import Evidence
+from ghoststep.instruments.live.outputs import find_logits
 from ghoststep.instruments.live.untouched import untouched
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Batch, Setup
@@ -152,6 +154,8 @@ def live_call(setup: Setup) -> LiveCall:
                 loss = compute_loss(setup, setup.batches[0]).detach()
             except CannotLook as reason:
                 error = str(reason)
+            except Exception as raised:  # the user's own code, no defect of ours
+                raise CannotLook(f"the model or the loss raised {describe(raised)}") from raised
             if not calls:
                 call_model(setup.model, setup.batches[0])
     finally:
@@ -262,37 +266,6 @@ def _watch(seen: _Seen, name: str) -> Callable[..., None]:
             seen.projections.append((name, given.detach(), output.detach()))
 
     return hook
-
-
-def find_logits(output: Any, num_classes: int | None) -> tuple[tuple[str | int, ...], torch.Tensor | None]:
-    """Where the logits stand in a model's output: the attribute, key or place, and the tensor (detached); ((), None) if nowhere.
-
-    A tensor output is itself. Otherwise "logits" by name, else the first floating tensor with `num_classes` as last dimension.
-    """
-    import torch
-
-    def fits(value: Any) -> bool:
-        return (
-            isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2
-            and (num_classes is None or value.shape[-1] == num_classes)
-        )  # fmt: skip
-
-    if isinstance(output, torch.Tensor):
-        return ((), output.detach()) if fits(output) else ((), None)
-    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(named, torch.Tensor):
-        return ("logits",), named.detach()
-    items: list[tuple[str | int, Any]] = []
-    if isinstance(output, Mapping):
-        items = list(output.items())
-    elif isinstance(output, (tuple, list)):
-        items = list(enumerate(output))
-    elif hasattr(output, "__dict__"):
-        items = list(vars(output).items())
-    for key, value in items:
-        if fits(value):
-            return (key,), value.detach()
-    return (), None
 
 
 def _shape(value: Any) -> str:

@@ -175,7 +175,8 @@ def _first_swaps(session: Session, examples: list[int], *, fast: bool) -> None:
         return
     kept = session.gradients
     session.gradients = Regions("gradient", kept.mode)
-    session.gradient(session.targets(examples[:1], 0))
+    for chosen in dict.fromkeys((examples[0], examples[-1])):  # a leak may flow one way through the batch only
+        session.gradient(session.targets([chosen], 0))
     across = session.gradients.tallies.get(Region.OTHER_EXAMPLE)
     session.coupled = "continuous" if across is not None and across.absolute > 0 else "discrete"
     if session.coupled == "discrete":

@@ -31,6 +31,7 @@ def table(cells: Sequence[Cell], seconds: float) -> str:
     scored = [c for c in cells if c.outcome != "harmless"]
     first = sum(c.outcome == "first" for c in scored)
     counts = Counter(c.outcome for c in cells)
+    as_warning = sum(c.outcome == "first" and c.heard[:1] != () and c.heard[0].severity == "warning" for c in scored)
     alarmed = {(c.arch, h.code, h.message) for c in cells for h in c.alarms}
     lines = [
         "# Planted faults",
@@ -40,6 +41,7 @@ def table(cells: Sequence[Cell], seconds: float) -> str:
         "",
         f"**Found first / harmful: {first} / {len(scored)}** over {len({c.fault for c in cells})} faults and "
         f"{len({c.arch for c in cells})} architectures; {len(alarmed)} different errors or warnings about healthy twins.",
+        f"{as_warning} of those found are warnings, where the fault asks for a warning at least.",
         f"{len(cells)} cells in {seconds:.0f} s; a check took {median([c.seconds for c in cells]):.2f} s (median), "
         f"{max((c.seconds for c in cells), default=0.0):.2f} s (longest).",
         "",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ghoststep.engine import describe
 from ghoststep.errors import CannotLook
 from ghoststep.evidence.base import Evidence
-from ghoststep.instruments.live.outputs import find_logits
+from ghoststep.instruments.live.outputs import find_logits, shape_of
 from ghoststep.instruments.live.untouched import untouched
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Batch, Setup
@@ -92,7 +92,7 @@ def compute_loss(setup: Setup, batch: Batch, model: torch.nn.Module | None = Non
     if setup.loss_fn is not None:
         loss = setup.loss_fn(model, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise CannotLook(f"loss_fn returned {_shape(loss)}; expected a scalar tensor")
+            raise CannotLook(f"loss_fn returned {shape_of(loss)}; expected a scalar tensor")
         return loss.reshape(())
     output = call_model(model, batch)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -206,10 +206,10 @@ class _Seen:
         return name, [ids for n, ids, _ in self.look_ups if self.tables.get(n) == self.tables.get(name)]
 
     def head(self) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
-        """The last projection to the most classes, if its output is wider than its input or as wide as the table."""
+        """The last projection that is as wide as the table, or nearly so and wider than its input (a padded or cut head)."""
         table = self.token_look_ups()[0]
         rows = max((r for n, _, r in self.look_ups if n == table), default=0)
-        wide = [(n, i, o) for n, i, o in self.projections if o.shape[-1] >= 0.5 * rows > 0]
+        wide = [(n, i, o) for n, i, o in self.projections if _is_head_width(i.shape[-1], o.shape[-1], rows)]
         if not wide or self._returns_to_stream(wide[-1][0]):
             return "", [], []
         name = wide[-1][0]
@@ -221,6 +221,10 @@ class _Seen:
         _, given, output = self.projections[last]
         back = output.shape[-1], given.shape[-1]
         return any((i.shape[-1], o.shape[-1]) == back for _, i, o in self.projections[last + 1 :])
+
+
+def _is_head_width(num_inputs: int, num_outputs: int, rows: int) -> bool:
+    return num_outputs == rows > 0 or (num_outputs >= 0.9 * rows > 0 and num_outputs > num_inputs)
 
 
 def _is_varied(ids: torch.Tensor) -> bool:
@@ -266,8 +270,3 @@ def _watch(seen: _Seen, name: str) -> Callable[..., None]:
             seen.projections.append((name, given.detach(), output.detach()))
 
     return hook
-
-
-def _shape(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")

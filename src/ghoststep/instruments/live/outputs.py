@@ -38,3 +38,9 @@ def find_logits(output: Any, num_classes: int | None) -> tuple[tuple[str | int, 
         if fits(value):
             return (key,), value.detach()
     return (), None
+
+
+def shape_of(value: Any) -> str:
+    """ "a Tensor of shape (4, 16)", for messages."""
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")

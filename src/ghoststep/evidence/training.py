@@ -190,6 +190,7 @@ class StepProbe(Evidence):
     the scheduler advanced (None without one). scheduler_is_bound: its optimizer is the setup's. lrs_ahead: largest learning
     rate of all groups over the next scheduler steps (NaN without a scheduler). changed_outside: parameters that are not in the
     optimizer and changed all the same (another optimizer trains them). grad_mode_after: gradient mode afterwards.
+    accumulation_steps: micro-batches an optimizer step, as the setup declares them.
     """
 
     is_users: bool
@@ -204,6 +205,7 @@ class StepProbe(Evidence):
     lrs_ahead: float
     changed_outside: tuple[str, ...]
     grad_mode_after: bool
+    accumulation_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

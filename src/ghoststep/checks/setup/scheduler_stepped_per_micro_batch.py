@@ -38,12 +38,15 @@ def scheduler_stepped_per_micro_batch(probe: StepProbe) -> Answer:
     if num_steps == 0:
         return Unknown(reason=f"no optimizer step in {probe.num_calls} calls")
     power = Power(quantity="scheduler steps beyond optimizer steps", smallest_detectable=1, unit="steps")
-    if probe.num_skipped or probe.scheduler_steps <= num_steps or probe.num_calls <= num_steps:
+    # One call may hold the whole window: then the advances must be those of its declared micro-batches. Other multiples are left
+    # alone (a scheduler prepared for several processes advances once for each).
+    window = probe.accumulation_steps > 1 and probe.scheduler_steps == probe.accumulation_steps * num_steps
+    if probe.num_skipped or probe.scheduler_steps <= num_steps or (probe.num_calls <= num_steps and not window):
         return answer((), power=power, reason=f"{probe.scheduler_steps} scheduler steps for {num_steps} optimizer steps")
     factor = probe.scheduler_steps / num_steps
     finding = Finding(
         message=f"the scheduler advanced {probe.scheduler_steps} times in {num_steps} optimizer steps "
-        f"({probe.num_calls} micro-batches): warm-up and "
+        f"({max(probe.num_calls, probe.accumulation_steps * num_steps)} micro-batches): warm-up and "
         f"decay run {factor:.3g} times too fast, and the schedule ends after 1/{factor:.3g} of the run. Call "
         "scheduler.step() only where "
         "optimizer.step() is called.",

@@ -9,7 +9,7 @@ from ghoststep.registry import Answer, NotApplicable, answer, check
 
 
 @check(code="GS407", severity=Severity.ERROR, basis=Basis.MEASURED)
-def skipped_by_scaler(wiring: LiveWiring, probe: StepProbe) -> Answer:
+def skipped_by_scaler(wiring: LiveWiring, probe: StepProbe, *, most_skips: int = 40) -> Answer:
     """The loss scaler skips steps without end.
 
     ## What it finds
@@ -29,7 +29,8 @@ def skipped_by_scaler(wiring: LiveWiring, probe: StepProbe) -> Answer:
     Call `scaler.update()` once after each `scaler.step(optimizer)`; find the non-finite gradient; use bf16.
 
     ## Options
-    None.
+    `most_skips`: how many further skips are taken for an ordinary start; 40 by default (torch starts at 65536 and halves, and 40
+    halvings undo 1e12).
 
     ## References
     Documentation of torch.amp.GradScaler.
@@ -45,13 +46,23 @@ def skipped_by_scaler(wiring: LiveWiring, probe: StepProbe) -> Answer:
     unscaled_bad = any(p.gradient is Gradient.NONFINITE for p in wiring.parameters)
     if not unscaled_bad and after < before:
         norm = math.hypot(*(p.gradient_norm for p in wiring.parameters)) or 1.0
-        more = max(0, math.ceil(math.log2(max(1.0, after * norm / 65504))))
-        return answer(
-            (), power=power,
-            reason=f"all {probe.num_skipped} steps were skipped while the scale fell from {before:g} to {after:g}; "
-            "without a scale the gradients "
-            f"are finite (norm {norm:.3g}), so about {more} more halvings make them fit",
-        )  # fmt: skip
+        factor = (after / before) ** (1 / probe.num_skipped)  # what one skip takes off, as the scaler itself did it
+        more = max(0, math.ceil(math.log(max(1.0, after * norm / 65504)) / -math.log(factor)))
+        fell = f"all {probe.num_skipped} steps were skipped while the scale fell from {before:g} to {after:g}"
+        if more <= most_skips:
+            reason = (
+                f"{fell}; without a scale the gradients are finite (norm {norm:.3g}): about {more} more skips make them fit"
+            )
+            return answer((), power=power, reason=reason)
+        return answer([
+            Finding(
+                message=f"{fell}: at this pace about {more} more steps are skipped before the gradients (norm {norm:.3g} without a "
+                "scale) fit into fp16. Start from a smaller init_scale, or use a backoff_factor near 0.5.",
+                where=Where(),
+                measured=Quantity(value=more, unit="more skipped steps"),
+                expected=Quantity(value=most_skips, unit="more skipped steps, at most"),
+            )
+        ])  # fmt: skip
     cause = (
         "the gradients are not finite even without a scale, so that no scale helps. Find their source (nonfinite-gradient)"
         if unscaled_bad

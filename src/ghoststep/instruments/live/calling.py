@@ -197,7 +197,7 @@ class _Seen:
             by_name,
             key=lambda n: (
                 n in self.proven,
-                _is_varied(by_name[n][0][0]),
+                is_varied(by_name[n][0][0]),
                 len(set(by_name[n][0][0].flatten().tolist())),
                 by_name[n][0][1],
             ),
@@ -227,7 +227,7 @@ def _is_head_width(num_inputs: int, num_outputs: int, rows: int) -> bool:
     return num_outputs == rows > 0 or (num_outputs >= 0.9 * rows > 0 and num_outputs > num_inputs)
 
 
-def _is_varied(ids: torch.Tensor) -> bool:
+def is_varied(ids: torch.Tensor) -> bool:
     """False for 0, 1, 2, ... (also restarting) and for constants: positions and types, not tokens."""
     flat = ids.reshape(-1, ids.shape[-1]) if ids.dim() > 1 else ids.reshape(1, -1)
     if flat.shape[-1] < 2:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook, DoesNotApply
-from ghoststep.instruments.live.calling import LiveCall
+from ghoststep.instruments.live.calling import LiveCall, is_varied
 from ghoststep.instruments.live.influence_attention import AttentionSeen, watch_attention
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def survey(core: torch.nn.Module, run: Callable[[], None], call: LiveCall) -> Su
         raise CannotLook("the recorded call of the model looks no token ids up: there is no place to change a token at")
     base, readout = _readout(core, noted)
     ids_BT, tables = _main_stream(noted.look_ups, base.shape[0], base.shape[1], call)
-    streams = [u.ids for u in noted.look_ups if u.is_plain and u.num_rows == call.num_table_rows]
+    streams = [u.ids for u in noted.look_ups if u.is_plain and _is_token_stream(u, call)]
     num_streams = len({tuple(i.reshape(-1).tolist()) for i in streams})
     if num_streams > 1:
         attention.open_BTT = attention.empty_BT = None  # an encoder's masks are about other positions
@@ -180,11 +180,19 @@ def _readout(core: torch.nn.Module, noted: _Noted) -> tuple[torch.Tensor, Readou
 def _main_stream(look_ups: list[LookUp], batch: int, time: int, call: LiveCall) -> tuple[torch.Tensor, list[torch.nn.Module]]:
     """The token ids that the readout's positions stand for: the last look-up of its shape in a table of as many rows as the
     token table (a decoder's comes after its encoder's), and every table that the same ids were looked up in."""
-    fitting = [u for u in look_ups if u.ids.numel() == batch * time and u.num_rows == call.num_table_rows and u.is_plain]
+    fitting = [u for u in look_ups if u.ids.numel() == batch * time and u.is_plain and _is_token_stream(u, call)]
     if not fitting:
         shapes = ", ".join(str(tuple(u.ids.shape)) for u in look_ups[:4])
         raise CannotLook(f"hidden states of {batch} examples and {time} positions, but the ids looked up have shapes {shapes}")
     return _tables(look_ups, fitting[-1].ids.reshape(batch, time))
+
+
+def _is_token_stream(look_up: LookUp, call: LiveCall) -> bool:
+    """True for the token table itself, and for another one of its size unless what it looks up counts up or stays the same: a
+    position table may have as many rows as the vocabulary."""
+    if getattr(look_up.module, "weight", None) is getattr(call.embedding, "weight", None):
+        return True
+    return look_up.num_rows == call.num_table_rows and is_varied(look_up.ids)
 
 
 def _tables(look_ups: list[LookUp], ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.nn.Module]]:

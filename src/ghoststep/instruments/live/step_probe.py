@@ -94,6 +94,7 @@ class _Probe:
                 lrs_ahead=_ahead(scheduler, self.held),
                 changed_outside=self._changed_outside(before),
                 grad_mode_after=mode_after,
+                accumulation_steps=setup.accumulation_steps,
             )
 
     def _calls(self, watch: StepWatch) -> None:

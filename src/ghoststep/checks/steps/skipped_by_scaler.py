@@ -9,7 +9,7 @@ from ghoststep.registry import Answer, NotApplicable, answer, check
 
 
 @check(code="GS407", severity=Severity.ERROR, basis=Basis.MEASURED)
-def skipped_by_scaler(wiring: LiveWiring, probe: StepProbe, *, most_skips: int = 40) -> Answer:
+def skipped_by_scaler(wiring: LiveWiring, probe: StepProbe, *, most_skips: int = 200) -> Answer:
     """The loss scaler skips steps without end.
 
     ## What it finds
@@ -29,8 +29,8 @@ def skipped_by_scaler(wiring: LiveWiring, probe: StepProbe, *, most_skips: int =
     Call `scaler.update()` once after each `scaler.step(optimizer)`; find the non-finite gradient; use bf16.
 
     ## Options
-    `most_skips`: how many further skips are taken for an ordinary start; 40 by default (torch starts at 65536 and halves, and 40
-    halvings undo 1e12).
+    `most_skips`: how many further skips are taken for an ordinary start; 200 by default. Halving needs at most 128 from the largest
+    float32 down to 1, so that only a backoff_factor near 1 comes this far.
 
     ## References
     Documentation of torch.amp.GradScaler.

@@ -76,10 +76,11 @@ def _crowded_cells(reference: Reference, scan: RowScan) -> Iterator[NDArray[np.i
     # Near-zero rows are a flaw of their own and would be the only crowd found. NaN and inf fail one comparison or the other.
     rows = np.flatnonzero((scan.norms_R > 1e-3 * reference.median_norm) & ~scan.nonfinite_R)
     codes = scan.codes_RC.view(np.uint64)[:, 0][rows]
+    # Cells nest: rows that share a narrow one share the widest. So what is alone there need not be sorted at any width.
+    company = _in_company(_cells(codes, max(_CELL_SHIFTS)))
+    rows, codes = rows[company], codes[company]
     for shift in _CELL_SHIFTS:
-        # Each byte is one column's code: shifting all at once and masking what crossed a byte widens the cells.
-        mask = np.uint64(int.from_bytes(bytes([0xFF >> shift] * 8), "little"))
-        cells = (codes >> np.uint64(shift)) & mask
+        cells = _cells(codes, shift)
         ordered = np.sort(cells)
         edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
         starts = np.concatenate([[0], edges]) if len(ordered) else edges
@@ -92,6 +93,23 @@ def _crowded_cells(reference: Reference, scan: RowScan) -> Iterator[NDArray[np.i
             spread = np.sqrt(((sketch - np.median(sketch, axis=0)) ** 2).mean(axis=1))
             if np.median(spread) < _TIGHT:
                 yield picked
+
+
+def _cells(codes_R: NDArray[np.uint64], shift: int) -> NDArray[np.uint64]:
+    """Each byte is one column's code: shifting all at once and masking what crossed a byte widens the cells."""
+    import numpy as np
+
+    return (codes_R >> np.uint64(shift)) & np.uint64(int.from_bytes(bytes([0xFF >> shift] * 8), "little"))
+
+
+def _in_company(cells_R: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """True for every row whose cell holds at least `MIN_CROWD` (and for some others: cells are counted by a hash of them)."""
+    import numpy as np
+
+    bits = min(20, max(8, len(cells_R).bit_length() + 2))
+    bucket = ((cells_R * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - bits)).astype(np.int64)
+    company: NDArray[np.bool_] = np.bincount(bucket, minlength=1 << bits)[bucket] >= MIN_CROWD
+    return company
 
 
 class _Distances:

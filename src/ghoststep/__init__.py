@@ -9,15 +9,24 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ghoststep.amplifying import amplify
     from ghoststep.api import check
     from ghoststep.errors import CannotLook, ConfigError, DoesNotApply, GhoststepError, SubjectError, UsageError
     from ghoststep.finding import Basis, Finding, Outcome, Power, Quantity, Report, Severity, Symptom, Verdict, Where
+    from ghoststep.remedies.clip import clip_grad_norm_
+    from ghoststep.remedies.gate_floor import GateFloor
+    from ghoststep.remedies.oracle_mask import OracleCollator, oracle_mask
     from ghoststep.subjects.setup import Setup
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "amplify": "ghoststep.amplifying",
     "check": "ghoststep.api",
+    "clip_grad_norm_": "ghoststep.remedies.clip",
+    "GateFloor": "ghoststep.remedies.gate_floor",
+    "OracleCollator": "ghoststep.remedies.oracle_mask",
+    "oracle_mask": "ghoststep.remedies.oracle_mask",
     "Setup": "ghoststep.subjects.setup",
     **dict.fromkeys(
         ("CannotLook", "ConfigError", "DoesNotApply", "GhoststepError", "SubjectError", "UsageError"), "ghoststep.errors"
@@ -34,7 +43,9 @@ __all__ = [
     "ConfigError",
     "DoesNotApply",
     "Finding",
+    "GateFloor",
     "GhoststepError",
+    "OracleCollator",
     "Outcome",
     "Power",
     "Quantity",
@@ -46,7 +57,10 @@ __all__ = [
     "UsageError",
     "Verdict",
     "Where",
+    "amplify",
     "check",
+    "clip_grad_norm_",
+    "oracle_mask",
 ]
 
 

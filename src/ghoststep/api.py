@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import ghoststep
 from ghoststep import config as configuration
-from ghoststep.cases import apart, declared_plan, group_subjects, more_telling, saved_case, unique_names
+from ghoststep.cases import (
+    LiveFacts,
+    apart,
+    declared_plan,
+    described,
+    group_subjects,
+    kept_whole,
+    live_facts,
+    more_telling,
+    saved_case,
+    unique_names,
+)
 from ghoststep.config import Config
 from ghoststep.diagnosis import diagnose
 from ghoststep.engine import Case, ask
@@ -106,7 +118,10 @@ def check(
         timeout_seconds=timeout_seconds,
     )
     given = [*subjects, setup] if setup else list(subjects)
-    return run(open_subjects(given, offline=offline, fast=fast), settings)
+    return run(open_subjects(given, offline=offline, fast=fast, also_known=_OWN_KEYWORDS if setup else ()), settings)
+
+
+_OWN_KEYWORDS = tuple(name for name, p in inspect.signature(check).parameters.items() if p.kind is p.KEYWORD_ONLY)
 
 
 def configured_baseline(loaded: Config, path: Path | None) -> Path | None:
@@ -130,7 +145,9 @@ def parse_severity(value: str) -> Severity:
         raise UsageError(f"severity {value!r} is unknown; expected one of {[s.value for s in Severity]}") from error
 
 
-def open_subjects(subjects: Sequence[object], *, offline: bool, fast: bool = False) -> list[Subject]:
+def open_subjects(
+    subjects: Sequence[object], *, offline: bool, fast: bool = False, also_known: Sequence[str] = ()
+) -> list[Subject]:
     """Open what is given by name or as a mapping; pass opened subjects through."""
     from ghoststep.subjects import open_subject  # lazy: brings numpy along
 
@@ -143,7 +160,7 @@ def open_subjects(subjects: Sequence[object], *, offline: bool, fast: bool = Fal
         elif isinstance(given, Mapping):
             from ghoststep.subjects.setup import make_setup
 
-            opened.append(make_setup(given, fast=fast))
+            opened.append(make_setup(given, fast=fast, also_known=also_known))
         elif isinstance(getattr(given, "kind", None), str):
             opened.append(given)  # type: ignore[arg-type]
         else:
@@ -168,6 +185,7 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
     verdicts: list[Verdict] = []
     cases = group_subjects(subjects)
     labels = unique_names([given[0].name for given in cases]) if len(cases) > 1 else [None]
+    seen: list[LiveFacts] = []
     deadline = None if settings.timeout_seconds is None else start + settings.timeout_seconds
     for given, label in zip(cases, labels, strict=True):
         remaining = None if deadline is None else max(0.0, deadline - time.perf_counter())
@@ -176,11 +194,13 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
             [*live, *declared_plan(live, settings.training, settings.seed)], registry.instruments, timeout_seconds=remaining
         )
         saved = None if files is None else saved_case(files, case, registry)
-        for c in subject_checks:
-            verdict = ask(case, c, options.get(c.name))
-            if saved is not None:
-                verdict = more_telling(verdict, ask(saved, c, options.get(c.name)))
-            verdicts.append(replace(verdict, subject=label))
+        with kept_whole(live):
+            for c in subject_checks:
+                verdict = ask(case, c, options.get(c.name))
+                if saved is not None:
+                    verdict = more_telling(verdict, ask(saved, c, options.get(c.name)))
+                verdicts.append(replace(verdict, subject=label))
+        seen += live_facts(live, case)
     diagnosed = diagnose(verdicts, registry.checks)
     today = settings.today or datetime.datetime.now(datetime.timezone.utc).date()
     accepted, counts = configuration.accept(diagnosed, config.accept, today)
@@ -194,7 +214,7 @@ def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry
     always = ("GS901",) if registry.broken_plugins else ()
     tool_checks = [c for c in registry.checks if c.code.startswith("GS9") and (c in checks or c.code in always)]
     everything = [*accepted, *(ask(tool_case, c, options.get(c.name)) for c in tool_checks)]
-    return _report(subjects, everything, settings, options, registry, time.perf_counter() - start)
+    return _report(subjects, everything, settings, options, registry, time.perf_counter() - start, seen)
 
 
 def _tool_run(
@@ -226,17 +246,21 @@ def _report(
     options: Mapping[str, Mapping[str, Any]],
     registry: Registry,
     seconds: float,
+    seen: Sequence[LiveFacts],
 ) -> Report:
     from ghoststep.report.order import reading_order
 
-    training = settings.training or TrainingKind.FULL
+    # A setup shows by itself what it trains; where several do not agree, the default stands.
+    shown = {s.training for s in seen if s.training is not None}
+    training = settings.training or (shown.pop() if len(shown) == 1 else TrainingKind.FULL)
     return Report(
-        subjects=tuple(s.info() for s in subjects),
+        subjects=tuple(described(s, seen) for s in subjects),
         verdicts=reading_order(verdicts),
         environment=environment(registry),
         options={
             "training": training.value,
             "training_declared": settings.training is not None,
+            "training_measured": settings.training is None and any(s.training is training for s in seen),
             "select": list(settings.select),
             "ignore": list(settings.ignore),
             "fail_on": settings.fail_on.value,
@@ -255,6 +279,7 @@ def _report(
             strict=settings.strict,
             allow_unknown=[c.code for c in registry.select(settings.allow_unknown)] if settings.allow_unknown else [],
             unreadable=any(getattr(s, "unreadable", None) is not None for s in subjects),
+            cannot_run=any(s.cannot_run for s in seen),
         ),
     )
 

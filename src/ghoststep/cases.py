@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.engine import Case
 from ghoststep.evidence.plan import TrainingKind, TrainingPlan
-from ghoststep.finding import Outcome, Verdict
+from ghoststep.finding import COULD_NOT_RUN, Outcome, SubjectInfo, Verdict
 from ghoststep.registry import Registry
 
 if TYPE_CHECKING:
@@ -20,6 +22,41 @@ def declared_plan(given: Sequence[Any], training: TrainingKind | None, seed: int
         return []
     kind = training or TrainingKind.FULL
     return [TrainingPlan(training=kind, training_declared=training is not None, seed=seed)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveFacts:
+    """What looking at a setup showed beside its verdicts: what it trains, and why it cannot run, if so."""
+
+    setup: Any
+    training: TrainingKind | None
+    cannot_run: str | None
+
+
+def live_facts(live: Sequence[Any], case: Case) -> list[LiveFacts]:
+    """One for the setup of a case, if there is one. Cost: finds its embedding table, if no check asked for that."""
+    setup = next((s for s in live if s.kind == "setup"), None)
+    if setup is None:
+        return []
+    plan = case.fact(TrainingPlan)
+    training = plan.training if isinstance(plan, TrainingPlan) else None
+    return [LiveFacts(setup=setup, training=training, cannot_run=case.cannot_run())]
+
+
+def described(subject: Any, seen: Sequence[LiveFacts]) -> SubjectInfo:
+    """The subject's own words, and why it cannot run, where that was met."""
+    info: SubjectInfo = subject.info()
+    why = next((s.cannot_run for s in seen if s.setup is subject and s.cannot_run), None)
+    return info if why is None else replace(info, facts={COULD_NOT_RUN: why, **info.facts})
+
+
+def kept_whole(subjects: Sequence[object]) -> contextlib.AbstractContextManager[None]:
+    """Live subjects come out as they went in; files need nothing of the kind, and no torch."""
+    if not any(getattr(s, "kind", None) == "setup" for s in subjects):
+        return contextlib.nullcontext()
+    from ghoststep.instruments.live import untouched
+
+    return untouched.kept_whole(subjects)
 
 
 def apart(given: Sequence[Any], *, offline: bool) -> tuple[list[Any], Any | None]:

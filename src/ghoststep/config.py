@@ -180,19 +180,21 @@ def take_out(verdict: Verdict, kept: Sequence[Finding], reasons: Sequence[str]) 
 
 
 def exit_code(
-    verdicts: Sequence[Verdict], *, fail_on: Severity, strict: bool, allow_unknown: Sequence[str], unreadable: bool = False
-) -> int:
+    verdicts: Sequence[Verdict], *, fail_on: Severity, strict: bool, allow_unknown: Sequence[str], unreadable: bool = False,
+    cannot_run: bool = False,
+) -> int:  # fmt: skip
     """0, 1 or 2 as every verb uses them; ghoststep's verdicts about itself (GS9xx) answer nothing about the subject.
 
     2 when a check broke, when one of the subjects got no answer at all, or when weights are there that could not be read
-    (`unreadable`): that a tokenizer beside them is fine must not pass for a healthy checkpoint.
+    (`unreadable`): that a tokenizer beside them is fine must not pass for a healthy checkpoint. Nor does a setup whose own code
+    raises (`cannot_run`), whatever its tables look like.
     """
     about_subject = [v for v in verdicts if not v.code.startswith("GS9")]
     if any(v.outcome is Outcome.BROKEN or (v.code == "GS901" and v.findings) for v in verdicts):
         return 2
     subjects = {v.subject for v in about_subject} or {None}
     answered = {v.subject for v in about_subject if v.outcome in (Outcome.FOUND, Outcome.CLEAR)}
-    if subjects - answered or unreadable:
+    if subjects - answered or unreadable or cannot_run:
         return 2
     if any(v.findings and v.severity.rank >= fail_on.rank for v in verdicts):
         return 1

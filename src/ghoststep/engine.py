@@ -13,12 +13,14 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from ghoststep.errors import CannotLook, DoesNotApply
+from ghoststep.errors import CannotLook, DoesNotApply, SetupCannotRun
 from ghoststep.evidence.base import Evidence, Missing
 from ghoststep.finding import Basis, Finding, Outcome, Severity, Verdict
 from ghoststep.registry import Answer, Check, Clear, Found, Instrument, NotApplicable, Unknown
+from ghoststep.undisturbed import is_undisturbed
 
 
 class _OutOfTimeError(BaseException):
@@ -63,6 +65,11 @@ class Case:
                 self._measuring.pop()
         return self._facts[kind]
 
+    def cannot_run(self) -> str | None:
+        """Why the subject itself cannot run, as far as anything measured so far met that; None if nothing did."""
+        failed = [f for f in self._facts.values() if isinstance(f, Missing) and f.cannot_run]
+        return failed[0].reason if failed else None
+
     def _measure(self, kind: type) -> object:
         providers = self._providers.get(kind, [])
         if not providers:
@@ -89,10 +96,12 @@ class Case:
         except DoesNotApply as error:
             return Missing(reason=str(error), outcome=Outcome.NOT_APPLICABLE)
         except CannotLook as error:
-            return Missing(reason=str(error))
+            return Missing(reason=str(error), cannot_run=isinstance(error, SetupCannotRun))
         except _OURS_TO_PASS:
             raise
         except BaseException as error:  # pyo3 panics of a library derive from BaseException, not Exception
+            if _raised_by_model(error):
+                return Missing(reason=f"the model raised {describe(error)}, during {instrument.name}")
             return Missing(reason=f"instrument {instrument.name} raised {describe(error)}", outcome=Outcome.BROKEN)
         if not isinstance(result, instrument.provides):
             got = type(result).__name__
@@ -127,7 +136,7 @@ class Case:
         is_armed = True
 
         def ring(*_: object) -> None:
-            if is_armed:
+            if is_armed and not is_undisturbed():
                 raise _OutOfTimeError
 
         start = time.monotonic()
@@ -143,6 +152,23 @@ class Case:
             if outer_remaining:  # somebody else's alarm: give it back what is left of its time
                 left = max(1e-3, outer_remaining - (time.monotonic() - start))
                 signal.setitimer(signal.ITIMER_REAL, left, outer_interval)
+
+
+_HERE = f"{Path(__file__).parent.as_posix()}/"
+_LED_BY = (("/torch/nn/modules/module.py", "_call_impl"), ("/torch/autograd/graph.py", "_engine_run_backward"))
+
+
+def _raised_by_model(error: BaseException) -> bool:
+    """True for an ordinary exception raised behind a module's call or a backward, in code that is neither ours nor torch's.
+
+    Read from the traceback. What torch itself raises right under a call of ours stays ours.
+    """
+    if not isinstance(error, Exception):
+        return False
+    frames = [(f.filename.replace("\\", "/"), f.name) for f in traceback.extract_tb(error.__traceback__)]
+    behind = frames[max((i + 1 for i, (file, _) in enumerate(frames) if file.startswith(_HERE)), default=0) :]
+    led = [i for i, (file, name) in enumerate(behind) if any(file.endswith(f) and name == n for f, n in _LED_BY)]
+    return bool(led) and any("/torch/" not in file for file, _ in behind[led[0] + 1 :])
 
 
 def _nothing_provides(kind: type) -> Missing:

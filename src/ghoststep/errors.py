@@ -5,7 +5,8 @@
     │   └── ConfigError     [tool.ghoststep], an acceptance or a baseline is wrong
     ├── SubjectError        a subject cannot be opened at all                    → exit 2
     ├── CannotLook          an instrument lacks what it needs                    → verdict `unknown`
-    │   └── UnsafeInput     a file from a stranger breaks a safety rule          → verdict `unknown`, or exit 2 at opening
+    │   ├── UnsafeInput     a file from a stranger breaks a safety rule          → verdict `unknown`, or exit 2 at opening
+    │   └── SetupCannotRun  the user's own model, loss or step raised            → verdict `unknown`, and exit 2
     └── DoesNotApply        the question makes no sense for this subject         → verdict `not-applicable`
 
 Anything else that escapes from a check or an instrument is our own defect and becomes a `broken` verdict.
@@ -35,6 +36,10 @@ class CannotLook(GhoststepError):  # noqa: N818 - an answer, not a failure
 
 class UnsafeInput(CannotLook):
     """A file breaks a safety rule (a lying header, a pickle with code, a path that leaves its folder)."""
+
+
+class SetupCannotRun(CannotLook):
+    """The user's own code raised, or returned no loss, where we only ran it as it is: the setup cannot run, whoever runs it."""
 
 
 class DoesNotApply(GhoststepError):  # noqa: N818 - an answer, not a failure

@@ -175,6 +175,10 @@ class Verdict:
         return replace(self, outcome=Outcome.FOUND, findings=tuple(findings), severity=severity, basis=basis)
 
 
+COULD_NOT_RUN = "could_not_run"
+"""The fact of a `SubjectInfo` that says why the subject's own code fails, whoever runs it; absent where it runs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectInfo:
     """What was looked at: `kind` ("checkpoint", "setup", ...), `name` as the user gave it, and facts worth printing."""
@@ -257,7 +261,8 @@ class Report:
         lines = [f"{v.code} {v.name}: {v.findings[0].message if v.findings else v.reason}" for v in bad]
         if not bad and self.exit_code == 2:
             unknown = [v for v in self.verdicts if v.outcome is Outcome.UNKNOWN]
-            lines = ["could not look:", *(f"{v.code} {v.name}: {v.reason}" for v in unknown)]
+            fails = [f"could not run: {s.facts[COULD_NOT_RUN]}" for s in self.subjects if COULD_NOT_RUN in s.facts]
+            lines = fails or ["could not look:", *(f"{v.code} {v.name}: {v.reason}" for v in unknown)]
         if lines:
             raise FindingsError("\n".join(lines), self)
         return self

@@ -29,7 +29,8 @@ SECTIONS = ("What people see", "What really happens", "The cure")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhibit:
-    """One folder. name: that of the check that finds it. code: its code. title: the failure in one line. sections: by heading."""
+    """One folder. name: its own. code: of the check that finds it, which the folder is named after or `CHECK` in its file names.
+    title: the failure in one line. sections: by heading."""
 
     name: str
     code: str
@@ -106,14 +107,23 @@ def find_exhibit(name_or_code: str) -> Exhibit:
 
 
 def _read(path: Path) -> Exhibit:
-    doc = inspect.cleandoc(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or "")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    doc = inspect.cleandoc(ast.get_docstring(tree, clean=False) or "")
     title, *rest = re.split(r"^## (.+)$", doc, flags=re.MULTILINE)
     name = path.parent.name
-    page = find_page(name)
+    page = find_page(_named_check(tree) or name)
     sections = {heading.strip(): " ".join(body.split()) for heading, body in zip(rest[::2], rest[1::2], strict=True)}
     return Exhibit(
         name=name, code=page.code if page else "planned", path=path, title=" ".join(title.split()), sections=sections
     )
+
+
+def _named_check(tree: ast.Module) -> str | None:
+    """`CHECK = "..."` of a failure that shares its check with others."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "CHECK" for t in node.targets):
+            return ast.literal_eval(node.value) if isinstance(node.value, ast.Constant) else None
+    return None
 
 
 def load_exhibit(exhibit: Exhibit) -> ModuleType:

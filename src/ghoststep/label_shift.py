@@ -75,6 +75,59 @@ def measure_shift(xray: LossXray | FurtherTarget, batch: BatchFacts) -> Shift:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """How many of `num_counting` trained positions point at one place beside them; `first` is the first of these."""
+
+    matches: int
+    num_counting: int
+    first: tuple[int, int] | None
+    token: int = -1
+
+    def is_most(self, minimum_share: float = MIN_SHARE) -> bool:
+        """True if enough positions count and this part of them agrees."""
+        return (
+            self.first is not None and self.num_counting >= MIN_COUNTING and self.matches >= minimum_share * self.num_counting
+        )
+
+
+def points_back(xray: LossXray, batch: BatchFacts) -> Beside:
+    """Positions t whose target is the token at t - 1. Only those count where it differs from the tokens at t and t + 1."""
+    matches, counting, first, token = 0, 0, None, -1
+    ids_of, ambiguous = batch.ids_BT.tolist(), xray.ambiguous_BT.tolist()
+    for c in counted(xray, 0):
+        ids, t = ids_of[c.example], c.position
+        if t == 0 or ambiguous[c.example][t] or ids[t - 1] in ids[t : t + 2]:
+            continue
+        counting += 1
+        if c.target == ids[t - 1]:
+            matches += 1
+            if first is None:
+                first, token = (c.example, t), c.target
+    return Beside(matches=matches, num_counting=counting, first=first, token=token)
+
+
+def beside_masks(xray: LossXray, batch: BatchFacts, step: int) -> Beside:
+    """Trained positions t with one and the same token (a mask token) at t + step, which is neither at t nor the target.
+
+    token: that token. Zero matches where it also stands at a third of the trained positions themselves.
+    """
+    ids_of, seen = batch.ids_BT.tolist(), []
+    for c in counted(xray, 0):
+        ids, t = ids_of[c.example], c.position
+        if 0 <= t + step < len(ids):
+            seen.append((ids[t + step], ids[t], c))
+    if not seen:
+        return Beside(matches=0, num_counting=0, first=None)
+    neighbours = [n for n, _, _ in seen]
+    token = max(set(neighbours), key=neighbours.count)
+    hits = [c for n, own, c in seen if n == token and token not in (own, c.target)]
+    if 3 * sum(own == token for _, own, _ in seen) > len(seen):
+        hits = []
+    first = (hits[0].example, hits[0].position) if hits else None
+    return Beside(matches=len(hits), num_counting=len(seen), first=first, token=token)
+
+
 def all_shifts(xray: LossXray, batch: BatchFacts) -> list[Shift]:
     """The shift of the main target, then of each further one."""
     return [measure_shift(xray, batch), *(measure_shift(target, batch) for target in xray.further)]

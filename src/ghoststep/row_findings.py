@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ghoststep.evidence.amplification import Amplification, SpikedStep
 from ghoststep.evidence.base import Missing
 from ghoststep.evidence.checkpoint import Declared, StoredTensors
 from ghoststep.evidence.plan import TrainingKind, TrainingPlan
@@ -17,6 +18,7 @@ from ghoststep.evidence.tokenizer import SuspectReach, TemplateTokens, Vocabular
 from ghoststep.evidence.wiring import MixingClass
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, NotApplicable, Unknown, answer
+from ghoststep.row_measurement import NOT_MEASURED, Measured, measured_row
 from ghoststep.severity import (
     HEALTHY_OUTPUT_FRACTION,
     Exposure,
@@ -55,6 +57,13 @@ class RowCase:
     plan: TrainingPlan
     trains_tables: bool
     ceiling: float
+    amplified: Amplification | Missing
+    spiked: SpikedStep | Missing
+
+    def measured(self, exposure: TokenExposure) -> Measured | None:
+        """What a live model showed about this row, if there is one."""
+        norm = float(self.inputs.rows.norms_R[exposure.table_row])
+        return measured_row(self.amplified, self.spiked, exposure, norm, self.plan.training)
 
 
 def row_case(
@@ -67,6 +76,8 @@ def row_case(
     declared: Declared | Missing,
     stored: StoredTensors | Missing,
     plan: TrainingPlan,
+    amplified: Amplification | Missing = NOT_MEASURED,
+    spiked: SpikedStep | Missing = NOT_MEASURED,
 ) -> RowCase:
     """Bring the facts together; see `severity.exposures`."""
     return RowCase(
@@ -80,6 +91,8 @@ def row_case(
         plan=plan,
         trains_tables=trains_tables(plan, stored),
         ceiling=ceiling(*_depth(mixing, declared)),
+        amplified=amplified,
+        spiked=spiked,
     )
 
 
@@ -103,8 +116,10 @@ _UNDECIDED = {
 def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_for: str, power: Power) -> Answer:
     """Judge these suspicious table rows: found, undecided, or clear with the given power."""
     if not case.trains_tables:
+        kind = case.plan.training.value
+        said = f"--training {kind}" if case.plan.training_declared else f"training {kind}, as this setup shows"
         return NotApplicable(
-            reason=f"--training {case.plan.training.value}: the table is frozen, so its rows get no gradient "
+            reason=f"{said}: the table is frozen, so its rows get no gradient "
             "(dead-template-rows judges what a frozen row does)"
         )
     if isinstance(case.exposures, Missing):
@@ -133,7 +148,8 @@ def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_f
         elif severity is None:
             harmless += 1
         else:
-            findings.append(_finding(case, exposure, severity, zero=zero))
+            measured = case.measured(exposure)
+            findings.append(_finding(case, exposure, measured.severity if measured else severity, measured, zero=zero))
     findings.sort(key=lambda f: (-(f.severity or Severity.NOTE).rank, f.measured.value if f.measured else 0))
     findings = _bounded(case, findings)
     if reserved:
@@ -152,7 +168,7 @@ def judge_rows(case: RowCase, table_rows: Sequence[int], *, zero: bool, looked_f
     return answer(findings, power=power, reason=reason, undecided="; ".join(still_open) or None)
 
 
-def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, *, zero: bool) -> Finding:
+def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, measured: Measured | None, *, zero: bool) -> Finding:
     if zero and exposure.table_row in case.declared_padding:
         return _padding_finding(case, exposure)
     rows = case.inputs.rows
@@ -160,8 +176,8 @@ def _finding(case: RowCase, exposure: TokenExposure, severity: Severity, *, zero
     token = printable(exposure.token)
     what = "is exactly zero" if zero else f"has norm {norm:.3g} (median {rows.median_norm:.3g})"
     parts = [f"the input row of token {token} {what}, and {exposure.exposure.value}."]
-    parts.append(f"{_capital(amplification(case.mixing, exposure))}.")
-    if amplifies(case.mixing, exposure):
+    parts.append(measured.text if measured else f"{_capital(amplification(case.mixing, exposure))}.")
+    if not measured and amplifies(case.mixing, exposure):
         happens = consequence(norm * case.inputs.multiplier, case.ceiling)
         parts.append(f"One occurrence in a batch can be enough: {happens}.")
         if zero:

@@ -34,7 +34,15 @@ SYMPTOMS: tuple[SymptomEntry, ...] = (
     SymptomEntry(
         title="the loss becomes NaN, or 0.0 in the log",
         keywords=("nan", "loss+0.0", "loss 0.0", "not a number"),
-        suspects=("nonfinite-weights", "zero-input-rows", "nan-by-infinite-clip", "hidden-nan-loss", "nonfinite-gradient"),
+        suspects=(
+            "nonfinite-weights",
+            "nonfinite-parameter",
+            "nonfinite-loss",
+            "zero-input-rows",
+            "nan-by-infinite-clip",
+            "hidden-nan-loss",
+            "nonfinite-gradient",
+        ),
         meaning="Non-finite values in a table reach every batch that holds the token; an infinite norm with max_grad_norm=0 "
         "turns every weight into NaN, and some trainers log the loss as 0.0 from then on.",
         command=_CHECKPOINT,
@@ -110,6 +118,28 @@ SYMPTOMS: tuple[SymptomEntry, ...] = (
         keywords=("left padding", "left-padding", "padding side", "batched generation", "position_ids"),
         suspects=("padding-side-changes-output", "visible-padding", "near-zero-input-rows"),
         meaning="Absolute positions count the padding, or the mask does not cover it.",
+        command="ghoststep check path.py:setup",
+    ),
+    SymptomEntry(
+        title="the loss is good, but generated text is bad",
+        keywords=(
+            "generated text",
+            "generation is bad",
+            "bad samples",
+            "kv cache",
+            "use_cache",
+            "attn_implementation",
+            "sdpa",
+            "eager",
+        ),
+        suspects=(
+            "cache-changes-output",
+            "absent-mask-changes-output",
+            "attention-implementations-differ",
+            "pack-changes-output",
+            "visible-future",
+        ),
+        meaning="Service runs the model in a way that training does not: with a cache, a mask, another attention, or without the pack.",
         command="ghoststep check path.py:setup",
     ),
 )

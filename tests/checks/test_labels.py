@@ -43,6 +43,19 @@ class TestUnshiftedLabels:
         for shift in (1, 2):
             assert isinstance(unshifted_labels(xray(targets(shift=shift)), batch(), NOTHING), Clear)
 
+    def test_the_token_before(self) -> None:
+        back = np.full((2, 12), -1)
+        back[:, 1:] = np.array(IDS)[:, :-1]
+        finding = only(unshifted_labels(xray(back), batch(), influence()))
+        assert (finding.where.example, finding.where.position, finding.where.token_id) == (0, 1, 10)
+        assert "22 of 22 positions" in finding.message
+        back[:, 4:] = targets(shift=1)[:, 4:]
+        assert isinstance(unshifted_labels(xray(back), batch(), influence()), Clear)
+        pairs = ((5, 6) * 6, (7, 8) * 6)  # the token before is the next one, too
+        shifted = np.full((2, 12), -1)
+        shifted[:, 1:] = np.array(pairs)[:, :-1]
+        assert isinstance(unshifted_labels(xray(shifted), batch(pairs), influence()), Unknown)
+
     def test_half_is_the_limit(self) -> None:
         for num_own, found in ((12, True), (10, False)):
             target = targets(shift=1)
@@ -118,6 +131,21 @@ class TestVisibleTarget:
             ids[:, : 2 * kept : 2] = inputs[:, : 2 * kept : 2]
             assert isinstance(visible_target(xray(target), batch(ids.tolist()), seen), Found) is found
 
+    def test_a_neighbour_that_happens_to_be_the_hidden_token(self) -> None:
+        target = np.full((2, 12), -1)
+        target[:, ::2] = 100 + np.arange(6)
+        ids = np.array(IDS)
+        ids[:, ::2] = 3
+        ids[0, 5] = target[0, 4]  # a word that stands twice in a row, the first one hidden
+        seen = influence(np.ones((12, 12)), causal=False)
+        assert isinstance(visible_target(xray(target), batch(ids.tolist()), seen), Clear)
+
+    def test_the_token_before_in_a_model_that_looks_both_ways(self) -> None:
+        back = np.full((2, 12), -1)
+        back[:, 1:] = np.array(IDS)[:, :-1]
+        finding = only(visible_target(xray(back), batch(), influence(np.ones((12, 12)), causal=False)))
+        assert "the other way" in finding.message
+
     def test_a_prefix_that_is_seen_and_not_trained(self) -> None:
         matrix = np.triu(np.ones((12, 12)))
         matrix[:6, :6] = 1
@@ -176,7 +204,7 @@ class TestPromptInLoss:
         assert isinstance(prompt_in_loss(xray(answers), batch(roles_BT=roles)), Clear)
         template = np.array([[2] * 5 + [1] * 7] * 2)
         assert isinstance(prompt_in_loss(xray(), batch(roles_BT=template)), Clear)
-        assert isinstance(prompt_in_loss(xray(), batch()), Unknown)
+        assert isinstance(prompt_in_loss(xray(), batch()), NotApplicable)
 
 
 class TestUnevenTokenWeight:

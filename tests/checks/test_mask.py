@@ -19,12 +19,14 @@ from ghoststep.checks.mask.visible_batch_example import visible_batch_example
 from ghoststep.checks.mask.visible_future import visible_future
 from ghoststep.checks.mask.visible_neighbour_document import visible_neighbour_document
 from ghoststep.checks.mask.visible_padding import visible_padding
+from ghoststep.evidence.base import Missing
 from ghoststep.evidence.batch import BatchFacts
 from ghoststep.evidence.equivalence import Equivalence, PooledExample, Pooling, Variant, VariantReading
 from ghoststep.evidence.influence import CausalIntent, Influence, Reading, Region
 from ghoststep.finding import Finding, Severity
 from ghoststep.registry import Answer, Clear, Found, NotApplicable, Unknown
 
+ALONE = Missing(reason="no other order of the batch was run")
 CAUSAL = CausalIntent(causal=True, source="8 of 8 trained positions are to predict the next token")
 
 
@@ -106,6 +108,10 @@ class TestVisibleFuture:
     def test_without_power_it_is_unknown(self) -> None:
         assert isinstance(visible_future(influence(past=0.0, num_past=0)), Unknown)
 
+    def test_routing_that_a_fast_run_could_not_probe_is_unknown(self) -> None:
+        assert isinstance(visible_future(influence(choice_unprobed=True)), Unknown)
+        assert isinstance(visible_future(influence()), Clear)
+
     def test_intent_decides(self) -> None:
         masked = CausalIntent(causal=False, source="the setup's intent is 'masked'")
         assert isinstance(visible_future(influence(1.0, intent=masked)), NotApplicable)
@@ -165,13 +171,13 @@ class TestVisibleNeighbourDocument:
 class TestVisibleBatchExample:
     def test_continuous_is_an_error_and_discrete_a_note(self) -> None:
         shared = influence(0.1, 0.1, region=Region.OTHER_EXAMPLE, coupled="continuous")
-        assert only(visible_batch_example(shared)).severity is Severity.ERROR
+        assert only(visible_batch_example(shared, ALONE)).severity is Severity.ERROR
         routed = influence(0.1, region=Region.OTHER_EXAMPLE, coupled="discrete")
-        assert only(visible_batch_example(routed)).severity is Severity.NOTE
-        assert isinstance(visible_batch_example(influence(0.0, region=Region.OTHER_EXAMPLE)), Clear)
+        assert only(visible_batch_example(routed, ALONE)).severity is Severity.NOTE
+        assert isinstance(visible_batch_example(influence(0.0, region=Region.OTHER_EXAMPLE), ALONE), Clear)
 
     def test_one_example_does_not_apply(self) -> None:
-        assert isinstance(visible_batch_example(influence(num_examples=1)), NotApplicable)
+        assert isinstance(visible_batch_example(influence(num_examples=1), ALONE), NotApplicable)
 
 
 class TestNothingVisible:
@@ -218,7 +224,6 @@ class TestPaddingSide:
             (variant(Variant.AS_BATCHED, 5e-4, used_by="the batch"), Severity.WARNING),
             (variant(Variant.AS_BATCHED, 0.4, used_by="the batch", starts_move=False), Severity.NOTE),
             (variant(Variant.LEFT, 0.4, used_by="the tokenizer"), Severity.WARNING),
-            (variant(Variant.LEFT, 0.4), Severity.NOTE),
         ],
     )
     def test_severity_by_use(self, equivalence: Equivalence, severity: Severity) -> None:
@@ -226,6 +231,9 @@ class TestPaddingSide:
 
     def test_at_the_tolerance_it_is_clear(self) -> None:
         assert isinstance(padding_side_changes_output(variant(Variant.AS_BATCHED, 1e-4)), Clear)
+
+    def test_a_side_that_nothing_uses_is_clear(self) -> None:
+        assert isinstance(padding_side_changes_output(variant(Variant.LEFT, 0.4)), Clear)
 
 
 def pooled(kind: str, num_padding: int, position: int = 7) -> Pooling:

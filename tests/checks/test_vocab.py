@@ -33,25 +33,27 @@ def only(said: Answer) -> Finding:
 class TestTokenIdOutOfRange:
     def test_found_at_the_first_added_token_without_a_row(self) -> None:
         vocabulary = b.vocabulary(66, added={64: "<|im_start|>", 65: "<|im_end|>"})
-        finding = only(token_id_out_of_range(b.tables(64), vocabulary, b.template([64])))
+        finding = only(token_id_out_of_range(b.tables(64), vocabulary, b.template([64]), NOTHING))
         assert finding.where.token_id == 64
         assert "'<|im_start|>' = 64" in finding.message
         assert "template emits 1 of them" in finding.message
 
     def test_one_id_too_many_is_seen_and_an_exact_fit_is_not(self) -> None:
-        assert only(token_id_out_of_range(b.tables(64), b.vocabulary(65), NOTHING)).where.token_id == 64
-        assert isinstance(token_id_out_of_range(b.tables(64), b.vocabulary(64), NOTHING), Clear)
+        assert only(token_id_out_of_range(b.tables(64), b.vocabulary(65), NOTHING, NOTHING)).where.token_id == 64
+        assert isinstance(token_id_out_of_range(b.tables(64), b.vocabulary(64), NOTHING, NOTHING), Clear)
 
     def test_one_special_token_at_the_end_that_nothing_emits_is_a_warning(self) -> None:
         none = Missing(reason="a base model", outcome=Outcome.NOT_APPLICABLE)
         image: dict[str, object] = {"added": {64: "<image_soft_token>"}, "added_special": frozenset({64})}
         for template in (none, b.template([3])):
-            finding = only(token_id_out_of_range(b.tables(64), b.vocabulary(65, **image), template))
+            finding = only(token_id_out_of_range(b.tables(64), b.vocabulary(65, **image), template, NOTHING))
             assert finding.severity is Severity.WARNING
             assert "only text that holds it literally" in finding.message
 
         def severity(template: TemplateTokens | Missing, num_tokens: int = 65, **more: object) -> Severity | None:
-            return only(token_id_out_of_range(b.tables(64), b.vocabulary(num_tokens, **{**image, **more}), template)).severity
+            return only(
+                token_id_out_of_range(b.tables(64), b.vocabulary(num_tokens, **{**image, **more}), template, NOTHING)
+            ).severity
 
         assert severity(b.template([64])) is Severity.ERROR
         assert severity(NOTHING) is Severity.ERROR  # a template that could not be read may emit it
@@ -62,22 +64,22 @@ class TestTokenIdOutOfRange:
         assert severity(none, 66) is Severity.ERROR
 
     def test_more_table_rows_than_tokens_is_normal(self) -> None:
-        assert isinstance(token_id_out_of_range(b.tables(128), b.vocabulary(64), NOTHING), Clear)
+        assert isinstance(token_id_out_of_range(b.tables(128), b.vocabulary(64), NOTHING, NOTHING), Clear)
 
 
 class TestUnalignedVocab:
     def test_a_large_head_off_64_is_a_note(self) -> None:
-        said = unaligned_vocab(b.tables(67), b.stored(1000), b.tie(Tie.TIED))
+        said = unaligned_vocab(b.tables(67), b.stored(1000), b.tie(Tie.TIED), NOTHING)
         assert isinstance(said, Found)
         assert "Pad to 128" in said.findings[0].message
 
     def test_aligned_small_or_absent_heads_are_silent(self) -> None:
-        assert isinstance(unaligned_vocab(b.tables(128), b.stored(2000), b.tie(Tie.TIED)), Clear)
-        assert isinstance(unaligned_vocab(b.tables(67), b.stored(100_000), b.tie(Tie.TIED)), NotApplicable)
-        assert isinstance(unaligned_vocab(b.tables(67), b.stored(1000), b.tie(Tie.NO_HEAD)), NotApplicable)
+        assert isinstance(unaligned_vocab(b.tables(128), b.stored(2000), b.tie(Tie.TIED), NOTHING), Clear)
+        assert isinstance(unaligned_vocab(b.tables(67), b.stored(100_000), b.tie(Tie.TIED), NOTHING), NotApplicable)
+        assert isinstance(unaligned_vocab(b.tables(67), b.stored(1000), b.tie(Tie.NO_HEAD), NOTHING), NotApplicable)
 
     def test_the_head_is_what_counts(self) -> None:
-        said = unaligned_vocab(b.tables(67, 128), b.stored(1000), b.tie(Tie.UNTIED))
+        said = unaligned_vocab(b.tables(67, 128), b.stored(1000), b.tie(Tie.UNTIED), NOTHING)
         assert isinstance(said, Clear)
 
 

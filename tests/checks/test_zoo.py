@@ -86,12 +86,12 @@ def answers(exhibit: Exhibit) -> Iterator[tuple[Check, Answer]]:
     none = Missing(reason="a base model", outcome=Outcome.NOT_APPLICABLE)
     for given in (vocabulary, none):
         yield vocab_size_disagreement, vocab_size_disagreement(found, declared, given)
-    yield token_id_out_of_range, token_id_out_of_range(found, vocabulary, none)
+    yield token_id_out_of_range, token_id_out_of_range(found, vocabulary, none, none)
     yield shrunk_table, shrunk_table(found, vocabulary)
     tie = tie_state(Files(exhibit), exhibit.stored, found, declared)
     yield special_token_disagreement, special_token_disagreement(declared, found, vocabulary, tie)
     yield broken_tie, broken_tie(found, tie)
-    yield unaligned_vocab, unaligned_vocab(found, exhibit.stored, tie)
+    yield unaligned_vocab, unaligned_vocab(found, exhibit.stored, tie, none)
 
 
 def loud(check: Check, said: Answer) -> bool:

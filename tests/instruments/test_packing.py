@@ -79,8 +79,8 @@ def test_a_packed_table_that_is_too_short_is_found(kind: str) -> None:
     short, right = found(PACKED[kind](64)), found(PACKED[kind](80))
     assert isinstance(vocab_size_disagreement(short, config(80), NOTHING), Found)
     assert isinstance(vocab_size_disagreement(right, config(80), NOTHING), Clear)
-    assert isinstance(token_id_out_of_range(short, vocabulary, NOTHING), Found)
-    assert isinstance(token_id_out_of_range(right, vocabulary, NOTHING), Clear)
+    assert isinstance(token_id_out_of_range(short, vocabulary, NOTHING, NOTHING), Found)
+    assert isinstance(token_id_out_of_range(right, vocabulary, NOTHING, NOTHING), Clear)
 
 
 def test_packed_head_of_an_ordinary_table() -> None:
@@ -106,9 +106,9 @@ def test_what_the_storage_does_not_show_is_unknown_not_clear(kind: str) -> None:
     vocabulary = b.vocabulary(80, max_id=90, holes=(1,))
     said: list[Answer] = [
         vocab_size_disagreement(result, config(80), NOTHING),
-        token_id_out_of_range(result, vocabulary, NOTHING),
+        token_id_out_of_range(result, vocabulary, NOTHING, NOTHING),
         shrunk_table(result, vocabulary),
-        unaligned_vocab(result, b.stored(), b.tie(Tie.TIED)),
+        unaligned_vocab(result, b.stored(), b.tie(Tie.TIED), NOTHING),
     ]
     for answer in said:
         assert isinstance(answer, Unknown)
@@ -119,7 +119,7 @@ def test_the_alignment_of_a_measured_head_is_still_judged() -> None:
     result = found(UNCLEAR["an unknown packing"])
     head: Table = b.table(128, role="output", name="lm_head.weight")
     both = Tables(input=result.input, output=head)
-    assert isinstance(unaligned_vocab(both, b.stored(), b.tie(Tie.UNTIED)), Clear)
+    assert isinstance(unaligned_vocab(both, b.stored(), b.tie(Tie.UNTIED), NOTHING), Clear)
     assert isinstance(vocab_size_disagreement(both, config(80), NOTHING), Unknown)
 
 

@@ -97,7 +97,9 @@ def test_right_padding_mask_and_labels_are_silent(name: str, train: bool) -> Non
     for code in ("GS101", "GS102", "GS103", "GS105"):
         assert found[code].outcome is Outcome.CLEAR, (code, found[code].reason)
     notes = {c for c, v in found.items() if v.outcome is Outcome.FOUND}
-    assert notes <= {"GS106"}  # "would break if padded on the left", for learned positions
+    allowed = {"GS106"}  # "would break if padded on the left", for learned positions
+    allowed |= {"GS112"} if name == "Falcon, alibi" else set()  # its eager attention adds the position bias twice
+    assert notes <= allowed
     assert not any(v.outcome is Outcome.UNKNOWN for v in found.values()), found
 
 

@@ -214,7 +214,9 @@ class TestUnchangedWeights:
             return 0.0
 
         assert alarms(gru(train_step=step)) == {}
-        assert len(count) == 8
+        found = probe_of(gru(train_step=step))
+        assert isinstance(found, StepProbe)
+        assert found.num_calls == 8
 
     def test_longer_accumulation_than_is_run_is_unknown(self) -> None:
         assert verdicts(gru(accumulation_steps=64), "GS406")["GS406"].outcome is Outcome.UNKNOWN
@@ -391,8 +393,10 @@ class TestRoom:
             calls.append(1)
             return good_step(model, optimizer, given)
 
-        probe_of(gru(train_step=step, accumulation_steps=8))
-        assert len(calls) == 3
+        found = probe_of(gru(train_step=step, accumulation_steps=8))
+        assert isinstance(found, StepProbe)
+        assert found.num_calls == 2
+        assert calls == []  # what the step keeps is put back
 
 
 def test_lm_batches_are_in_range() -> None:

@@ -328,11 +328,27 @@ class TestPaddingIndex:
             b["input_ids"][1:, :3], b["attention_mask"][1:, :3], b["labels"][1:, :3] = 0, 0, -100
         assert verdicts(given, "GS605")["GS605"].outcome is Outcome.CLEAR
 
-    def test_tied_table_is_a_warning(self) -> None:
+    @pytest.mark.parametrize(
+        ("num_inputs", "num_targets", "is_zero", "expected"),
+        [
+            (4, 0, False, Severity.ERROR),  # the head only pushes the row away
+            (1, 12, False, Severity.WARNING),  # its row is trained as a target, far more than it is read
+            (1, 12, True, Severity.ERROR),
+        ],
+    )
+    def test_tied_table_by_what_the_row_loses(
+        self, num_inputs: int, num_targets: int, is_zero: bool, expected: Severity
+    ) -> None:
         given = hf(llama(tied=True))
+        table = given["model"].get_input_embeddings().weight
+        with torch.no_grad():
+            table[0] = 0.0 if is_zero else table[1]
         for b in given["batches"]:
-            b["input_ids"][:, 4] = 0
-        assert verdicts(given, "GS605")["GS605"].severity is Severity.WARNING
+            b["input_ids"][b["input_ids"] == 0] = 3
+            b["labels"] = b["input_ids"].clone()
+            b["input_ids"][:num_inputs, 2] = 0
+            b["labels"][:, -num_targets:] = 0 if num_targets else b["labels"]
+        assert verdicts(given, "GS605")["GS605"].severity is expected
 
 
 class TestGradMode:

@@ -249,11 +249,23 @@ def test_weights_across_the_micro_batches_of_a_window() -> None:
         assert found.weights[1] / found.weights[0] == pytest.approx(ratio, rel=1e-5)
 
 
-def test_fast_reads_the_same_in_two_forwards() -> None:
+def test_fast_reads_the_same_in_one_forward_where_the_graph_proves_a_cross_entropy() -> None:
     setup = make_setup(setup_of(Tiny(), BATCH, own_loss), fast=True)
     found = loss_xray.function(setup, live_call.function(setup))
     assert_as_twin(found, hard)
-    assert (found.num_forward, found.kind) == (2, LossKind.HARD)
+    assert (found.num_forward, found.kind, found.residual) == (1, LossKind.HARD, 0.0)
+
+
+def test_fast_looks_twice_where_factors_may_come_from_the_logits() -> None:
+    def by_own_probability(model: Any, given: Any) -> torch.Tensor:
+        logits, labels = model(given["input_ids"])[:, :-1], given["labels"][:, 1:].clamp_min(0)
+        logp = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+        loss: torch.Tensor = -(logp.exp().detach() * logp).mean()
+        return loss
+
+    setup = make_setup(setup_of(Tiny(), BATCH, by_own_probability), fast=True)
+    found = loss_xray.function(setup, live_call.function(setup))
+    assert (found.num_forward, found.kind) == (2, LossKind.OTHER)
 
 
 def test_next_labels_are_one_ahead() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.mutations import models
 
 V, T, LENGTHS = 64, 20, (20, 13, 9, 16)
+PREFIX = 5
 PAD, BOS, EOS, MASK, FIRST_WORD = 0, 1, 2, 3, 4
 Setup = dict[str, Any]
 Batch = dict[str, Any]
@@ -184,15 +185,26 @@ def train_step_of(loss_fn: Callable[[Any, Batch], Tensor]) -> Callable[[Any, Any
     return train_step
 
 
+def _behind_prefix(batch: Batch) -> Tensor:
+    """Labels without those of the prefix, and of the two tokens after it: no position of the prefix is trained, even shifted twice."""
+    positions = batch.get("position_ids", torch.arange(T).expand_as(batch["labels"]))
+    found: Tensor = batch["labels"].masked_fill(positions < PREFIX + 2, -100)
+    return found
+
+
 def standard(
     arch: Arch, *, model: nn.Module | None = None, loss_fn: Any = None, batches: Any = None, side: str = "right"
 ) -> Setup:
     """The healthy setup of an architecture, or one with another model, loss or batches."""
     model = arch.build() if model is None else model
     loss_fn = loss_fn or arch.loss
+    batches = batches or [arch.batch(s, side) for s in range(3)]
+    if "prefix" in arch.traits:
+        batches = [{**b, "labels": _behind_prefix(b)} for b in batches]
     return {
+        **({"intent": "prefix"} if "prefix" in arch.traits else {}),
         "model": model,
-        "batches": batches or [arch.batch(s, side) for s in range(3)],
+        "batches": batches,
         "loss_fn": loss_fn,
         "train_step": train_step_of(loss_fn),
         "optimizer": torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0),
@@ -207,6 +219,7 @@ _FIXED = frozenset({"attention", "absolute"})
 ARCHITECTURES: tuple[Arch, ...] = (
     Arch(name="llama", intent="causal", make=models.llama, traits=_ATTENTION | {"packs"}),
     Arch(name="qwen2_tied", intent="causal", make=models.qwen2_tied, traits=_ATTENTION | {"packs", "tied"}),
+    Arch(name="qwen3", intent="causal", make=models.qwen3, traits=_ATTENTION | {"packs"}),
     Arch(name="gpt2", intent="causal", make=models.gpt2, traits=_FIXED | {"packs", "tied"}),
     Arch(name="neox", intent="causal", make=models.neox, traits=_ATTENTION | {"packs"}),
     Arch(name="gemma2", intent="causal", make=models.gemma2, traits=_ATTENTION | {"packs", "tied"}),
@@ -219,14 +232,18 @@ ARCHITECTURES: tuple[Arch, ...] = (
     Arch(name="mamba", intent="causal", make=models.mamba, traits=frozenset({"recurrent", "tied"})),
     Arch(name="mamba2", intent="causal", make=models.mamba2, traits=frozenset({"recurrent"})),
     Arch(name="jamba", intent="causal", make=models.jamba, traits=frozenset({"attention", "recurrent", "hybrid", "moe"})),
+    Arch(name="falcon_h1", intent="causal", make=models.falcon_h1, traits=_ATTENTION | {"recurrent", "hybrid"}),
     Arch(name="bert", intent="masked", make=models.bert, traits=_FIXED | {"tied"}),
     Arch(name="bart", intent="seq2seq", make=models.bart, traits=frozenset({"attention", "tied"})),
     Arch(name="t5", intent="seq2seq", make=models.t5, traits=frozenset({"attention"})),
     Arch(name="plain_tensor", intent="causal", make=models.plain_tensor, hf=False, traits=_FIXED | {"packs", "plain"}),
     Arch(name="plain_tuple", intent="causal", make=models.plain_tuple, hf=False, traits=_FIXED | {"packs", "plain"}),
     Arch(name="plain_dict", intent="causal", make=models.plain_dict, hf=False, traits=_FIXED | {"packs", "plain"}),
+    Arch(name="prefix_lm", intent="causal", make=models.prefix_lm, hf=False, traits=_FIXED | {"plain", "prefix"}),
     Arch(name="sentence_mean", intent="contrastive", make=models.sentence_mean, hf=False, traits=_FIXED | {"plain", "encoder"}),
     Arch(name="sentence_last", intent="contrastive", make=models.sentence_last, hf=False, traits=_FIXED | {"plain"}),
+    Arch(name="bert_mean", intent="contrastive", make=models.bert_mean, hf=False, traits=_FIXED | {"encoder"}),
+    Arch(name="llama_last", intent="contrastive", make=models.llama_last, hf=False, traits=_ATTENTION),
     Arch(name="lora_by_hand", intent="causal", make=models.lora_by_hand, traits=_ATTENTION | {"adapters", "packs"}),
     Arch(name="peft", intent="causal", make=models.peft_llama, traits=_ATTENTION | {"adapters", "packs"}),
 )

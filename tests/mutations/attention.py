@@ -38,7 +38,8 @@ def tamper(arch: Arch, model: nn.Module, transform: MaskTransform, gain: float =
 
 
 def _register(model: Any, transform: MaskTransform, gain: float) -> None:
-    """A custom attention implementation, as transformers documents it."""
+    """A custom attention implementation, as transformers documents it. The transform `inverted_for_sdpa` goes through PyTorch's
+    `scaled_dot_product_attention` as the boolean it is."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
@@ -56,6 +57,12 @@ def _register(model: Any, transform: MaskTransform, gain: float) -> None:
         scale = options.get("scaling")
         positions = options.get("position_bias")
         total = bias if positions is None else bias + positions
+        if transform is inverted_for_sdpa:
+            shown = bias > HIDDEN / 2
+            result = nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=shown, scale=options.get("scaling")
+            )
+            return result.transpose(1, 2).contiguous(), None
         scale = gain * (query.shape[-1] ** -0.5 if scale is None else scale)
         out = attend(query, key, value, total, scale, options.get("softcap"))
         return out.transpose(1, 2).contiguous(), None
@@ -114,6 +121,11 @@ def no_causal(bias: Tensor, training: bool) -> Tensor:
 def inverted(bias: Tensor, training: bool) -> Tensor:
     """True taken for "hidden": a boolean convention mixed up."""
     return _additive(~(bias > HIDDEN / 2))
+
+
+def inverted_for_sdpa(bias: Tensor, training: bool) -> Tensor:
+    """`masked = ~visible` handed to `scaled_dot_product_attention`, where True means visible."""
+    return inverted(bias, training)
 
 
 def keys_inverted(bias: Tensor, training: bool) -> Tensor:

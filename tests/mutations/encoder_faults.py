@@ -78,7 +78,7 @@ def impossible_share(arch: Arch, broken: Setup, healthy: Setup) -> float:
 
 
 def _pools(kind: str) -> Callable[[Arch], bool]:
-    return lambda arch: arch.name == f"sentence_{kind}"
+    return lambda arch: arch.name.endswith(f"_{kind}")
 
 
 def _contrasts(arch: Arch) -> bool:

@@ -15,7 +15,8 @@ class Fault:
     """One fault, how it is planted, what has to be said, and what it costs.
 
     codes: the expected code first; the others are the same harm seen from another side and count too (`why` says so).
-    severity: the least severity of the expected finding. make: the broken setup, or None where it does not apply.
+    severity: the least severity of the expected finding (a note: and nothing worse is said). make: the broken setup, or None
+    where it does not apply.
     healthy: the twin. measure: the harm in `unit`; below `bound` the cell is harmless and leaves the score.
     unknown_is_right: the only promise is that the expected check is not clear.
     """

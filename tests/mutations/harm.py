@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.mutations.architectures import FIRST_WORD, Arch, Batch, Setup, V
+from tests.mutations.architectures import FIRST_WORD, PREFIX, Arch, Batch, Setup, V
 
 
 def outputs(arch: Arch, setup: Setup, batch: Batch) -> Tensor:
@@ -64,7 +64,9 @@ def future_share(arch: Arch, broken: Setup, healthy: Setup) -> float:
     moved = influence(arch, broken)
     same, before = _grid(moved)
     is_real = real(arch, broken["batches"][0])
-    both = is_real[:, :, None, None] & is_real[None, None]
+    judged = is_real.clone()
+    judged[:, : PREFIX if "prefix" in arch.traits else 0] = False  # a prefix may see itself
+    both = is_real[:, :, None, None] & judged[None, None]
     after = before.permute(2, 1, 0)
     return _share(moved, (same & after & both), (same & before & both))
 

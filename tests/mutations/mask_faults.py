@@ -96,11 +96,36 @@ def _seen_pads(
     )
 
 
+def _sdpa_fits(arch: Arch) -> bool:
+    """Attention that takes a registered implementation, without biases or caps that one call of PyTorch's would lose."""
+    return (
+        predicts_next(arch)
+        and has(arch, "attention")
+        and not arch.traits & {"plain", "wrapped"}
+        and arch.name
+        not in (
+            "t5",
+            "gemma2",
+        )
+    )
+
+
 FAULTS: tuple[Fault, ...] = (
     future("no_causal", attention.no_causal),
     future("inverted", attention.inverted),
+    Fault(
+        name="inverted_for_sdpa",
+        family="mask",
+        codes=("GS101",),
+        make=on(_sdpa_fits, tampered(attention.inverted_for_sdpa)),
+        healthy=tampered(keep),
+        measure=harm.future_share,
+        bound=1e-3,
+        unit=SHARE,
+    ),
     future("zero_one_added", attention.zero_one),
     future("soft_5", attention.soft(-5.0)),
+    future("soft_10", attention.soft(-10.0)),
     future("soft_15_large_scores", attention.soft(-15.0), gain=8.0, bound=1e-5, severity="warning"),
     future("minus_1e4_reached", attention.soft(-1e4), gain=3e4),
     future("window_edge", attention.window_edge),
@@ -135,7 +160,7 @@ FAULTS: tuple[Fault, ...] = (
     _context(
         "keys_inverted_right",
         attention.keys_inverted,
-        lambda a: attends(a) and a.intent == "causal" and not has(a, "wrapped"),
+        lambda a: attends(a) and a.intent == "causal" and not a.traits & {"wrapped", "prefix"},
         ("GS107", "GS103"),
         "no key is left, so no context is",
     ),
@@ -146,7 +171,7 @@ FAULTS: tuple[Fault, ...] = (
         ("GS102",),
         "left",
         # Bloom's softmax averages over everything where a PAD's query sees nothing: there the future leaks too
-        lambda a: attends(a) and a.intent == "causal" and not has(a, "wrapped"),
+        lambda a: attends(a) and a.intent == "causal" and not a.traits & {"wrapped", "prefix"},
     ),
     _context("only_self", attention.only_self, lambda a: attends(a) and a.intent != "contrastive", ("GS103",)),
     _context(

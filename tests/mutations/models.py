@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.mutations.plain import PlainLM, SentenceEncoder
+from tests.mutations.plain import PlainLM, SentenceEncoder, last_of, mean_of
 
 VOCAB = 64
 _COMMON: dict[str, Any] = {
@@ -47,6 +47,11 @@ def llama() -> nn.Module:
 def qwen2_tied() -> nn.Module:
     """Rotary positions, tied head."""
     return _gated("Qwen2ForCausalLM", "Qwen2Config", tie_word_embeddings=True)
+
+
+def qwen3() -> nn.Module:
+    """Rotary positions, normalised queries and keys."""
+    return _gated("Qwen3ForCausalLM", "Qwen3Config", head_dim=8)
 
 
 def gpt2() -> nn.Module:
@@ -102,6 +107,12 @@ def jamba() -> nn.Module:
     return _gated("JambaForCausalLM", "JambaConfig", **options, **mamba_options)
 
 
+def falcon_h1() -> nn.Module:
+    """Attention and a state space side by side in each layer."""
+    options = {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    return _gated("FalconH1ForCausalLM", "FalconH1Config", **options, mamba_chunk_size=8)
+
+
 def bert() -> nn.Module:
     """A masked-LM encoder, tied head, dropout 0.1."""
     return _hf("BertForMaskedLM", "BertConfig", intermediate_size=48)
@@ -149,6 +160,52 @@ def sentence_mean() -> nn.Module:
 def sentence_last() -> nn.Module:
     """A causal encoder with last-token pooling."""
     return SentenceEncoder(VOCAB, "last")
+
+
+def prefix_lm() -> nn.Module:
+    """Returns logits; the first five positions see each other."""
+    model = PlainLM(VOCAB, "tensor")
+    model.trunk.prefix = 5
+    return model
+
+
+class PooledModel(nn.Module):
+    """A Hugging Face trunk without head, with a pooling and a scale on top."""
+
+    def __init__(self, trunk: nn.Module, pooling: str) -> None:
+        super().__init__()
+        self.encoder = trunk
+        self.pool = mean_of if pooling == "mean" else last_of
+        self.logit_scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[B, T] ids and mask to unit vectors [B, D]."""
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return torch.nn.functional.normalize(self.pool(hidden, attention_mask), dim=-1)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The trunk's."""
+        found: nn.Module = self.encoder.get_input_embeddings()  # type: ignore[operator]
+        return found
+
+    def get_base_model(self) -> nn.Module:
+        """The trunk."""
+        return self.encoder
+
+
+def bert_mean() -> nn.Module:
+    """A BERT whose last hidden states are averaged, dropout 0.1."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(**_COMMON, intermediate_size=48)
+    return PooledModel(BertModel(config, add_pooling_layer=False), "mean")
+
+
+def llama_last() -> nn.Module:
+    """A Llama whose last real hidden state is the text's vector."""
+    from transformers import LlamaConfig, LlamaModel
+
+    return PooledModel(LlamaModel(LlamaConfig(**_COMMON, intermediate_size=48, num_key_value_heads=2)), "last")
 
 
 class LowRank(nn.Module):

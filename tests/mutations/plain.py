@@ -21,11 +21,15 @@ def keep(bias: Tensor, training: bool) -> Tensor:
     return bias
 
 
-def visible_bias(causal: bool, attention_mask: Tensor | None, documents: Tensor | None, B: int, T: int) -> Tensor:
-    """Additive mask [B, 1, T, T]: 0 where a key may be seen, the smallest float32 where not."""
+def visible_bias(
+    causal: bool, attention_mask: Tensor | None, documents: Tensor | None, B: int, T: int, prefix: Tensor | None = None
+) -> Tensor:
+    """Additive mask [B, 1, T, T]: 0 where a key may be seen, the smallest float32 where not. Everything sees the prefix [B, T]."""
     visible = torch.ones(B, 1, T, T, dtype=torch.bool)
     if causal:
         visible = visible.tril()
+    if causal and prefix is not None:
+        visible = visible | prefix[:, None, None, :]
     if attention_mask is not None:
         visible = visible & attention_mask.bool()[:, None, None, :]
     if documents is not None:
@@ -72,6 +76,7 @@ class Trunk(nn.Module):
         self.causal = causal
         self.transform: MaskTransform = keep
         self.isolate_documents = True
+        self.prefix = 0
         self.embed, self.positions = nn.Embedding(vocab, dim), nn.Embedding(length, dim)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
@@ -87,7 +92,8 @@ class Trunk(nn.Module):
             position_ids = torch.arange(T).expand(B, T)
         elif self.isolate_documents:
             documents = (position_ids == 0).cumsum(1)
-        bias = self.transform(visible_bias(self.causal, attention_mask, documents, B, T), self.training)
+        prefix = position_ids < self.prefix if self.prefix else None
+        bias = self.transform(visible_bias(self.causal, attention_mask, documents, B, T, prefix), self.training)
         x = self.embed(ids) + self.positions(position_ids)
         for block in self.blocks:
             x = block(x, bias)
@@ -118,6 +124,18 @@ class PlainLM(nn.Module):
         return (logits, hidden) if self.returns == "tuple" else {"logits": logits, "hidden": hidden}
 
 
+def mean_of(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The mean [B, D] over real positions."""
+    weight = attention_mask[..., None].to(hidden.dtype)
+    return (hidden * weight).sum(1) / weight.sum(1)
+
+
+def last_of(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The hidden state [B, D] at the last real position."""
+    last = (attention_mask * torch.arange(attention_mask.shape[1])).argmax(1)
+    return hidden[torch.arange(len(hidden)), last]
+
+
 class SentenceEncoder(nn.Module):
     """Mean-pooled (bidirectional) or last-token-pooled (causal) unit vectors [B, D]."""
 
@@ -133,8 +151,4 @@ class SentenceEncoder(nn.Module):
 
     def pool(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         """One vector an example from its real tokens."""
-        if self.pooling == "mean":
-            weight = attention_mask[..., None].to(hidden.dtype)
-            return (hidden * weight).sum(1) / weight.sum(1)
-        last = (attention_mask * torch.arange(attention_mask.shape[1])).argmax(1)
-        return hidden[torch.arange(len(hidden)), last]
+        return (mean_of if self.pooling == "mean" else last_of)(hidden, attention_mask)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +90,37 @@ def scheduled(steps_it: bool) -> Callable[[Arch], Setup]:
     return make
 
 
+def warmed(steps: int) -> Callable[[Arch], Setup]:
+    """Adam at a learning rate of 0.3, raised over the first `steps` steps, or at once."""
+
+    def make(arch: Arch) -> Setup:
+        setup = standard(arch)
+        optimizer = torch.optim.AdamW([p for p in setup["model"].parameters() if p.requires_grad], lr=0.3, weight_decay=0.0)
+        inner = setup["train_step"]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / (steps + 1)) * 0.999**s)
+
+        def train_step(model: Any, optimizer: Any, batch: Batch) -> float:
+            loss = float(inner(model, optimizer, batch))
+            scheduler.step()
+            return loss
+
+        return {**setup, "optimizer": optimizer, "train_step": train_step, "scheduler": scheduler}
+
+    return make
+
+
+def overshoot(arch: Arch, broken: Setup, healthy: Setup) -> float:
+    """Highest loss of the first five steps over that of the twin, in nats."""
+    highest = []
+    for setup in (broken, healthy):
+        losses = []
+        for i in range(5):
+            torch.manual_seed(i)
+            losses.append(setup["train_step"](setup["model"], setup["optimizer"], setup["batches"][i % 3]))
+        highest.append(max(losses[1:]))
+    return float(highest[0] - highest[1])
+
+
 def halves(batch: Batch) -> list[Batch]:
     """The batch in two micro-batches."""
     return [{k: v[i : i + 2] for k, v in batch.items()} for i in (0, 2)]
@@ -133,12 +163,14 @@ def accumulating_calls(per_call: bool) -> Callable[[Arch], Setup]:
     def make(arch: Arch) -> Setup:
         twin = accumulating(False)(arch)  # for its loss, in which tokens weigh the same in every micro-batch
         scheduler = torch.optim.lr_scheduler.LambdaLR(twin["optimizer"], lambda s: 1 / (1 + s))
-        calls = itertools.count(1)
+        calls = 0
 
         def train_step(model: Any, optimizer: Any, batch: Batch) -> float:
+            nonlocal calls
+            calls += 1
             loss = twin["loss_fn"](model, batch)
             loss.backward()
-            is_update = next(calls) % 2 == 0
+            is_update = calls % 2 == 0
             if is_update:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -241,6 +273,17 @@ FAULTS: tuple[Fault, ...] = (
         "share of the learning rate that is lost after four steps",
         severity="warning",
         why="the schedule may count micro-batches on purpose",
+    ),
+    step_fault(
+        "no_warm_up",
+        "GS607",
+        on(lambda a: a.intent == "causal", warmed(0)),
+        warmed(20),
+        overshoot,
+        0.1,
+        "highest loss of the first steps above the twin's, in nats",
+        severity="note",
+        why="a rule of thumb",
     ),
     step_fault("scaler_skips_all", "GS407", on(anything, scaled(0.999)), scaled(2.0**-14)),
     step_fault(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tests.mutations.architectures import ARCHITECTURES
@@ -24,10 +24,11 @@ SIGNS = {
     "harmless": ("h", "harm below the bound: not scored"),
 }
 ABSENT = "·"
+_NOT_FIRST = ("later", "weak", "wrong", "missed", "unknown", "broken")
 
 
-def table(cells: Sequence[Cell], seconds: float) -> str:
-    """The whole document."""
+def table(cells: Sequence[Cell], seconds: float, variants: Mapping[str, Sequence[Cell]] | None = None) -> str:
+    """The whole document. `variants`: cells of the other modes and types, for a second table of totals."""
     scored = [c for c in cells if c.outcome != "harmless"]
     first = sum(c.outcome == "first" for c in scored)
     counts = Counter(c.outcome for c in cells)
@@ -56,6 +57,7 @@ def table(cells: Sequence[Cell], seconds: float) -> str:
         "",
         *_misses(scored),
         *_alarms(cells),
+        *_variants(variants or {}),
     ]
     return "\n".join(lines) + "\n"
 
@@ -129,6 +131,44 @@ def _alarms(cells: Sequence[Cell]) -> list[str]:
             f"twins of {len(faults)} faults: {', '.join(faults[:8])}{' …' if len(faults) > 8 else ''}",
             f"  {group[0][0].arch}: {_short(group[0][1])}",
             f"  `python -m tests.mutations.score --fault {group[0][0].fault} --arch {group[0][0].arch}`",
+        ]
+    return rows
+
+
+def _variants(variants: Mapping[str, Sequence[Cell]]) -> list[str]:
+    if not variants:
+        return []
+    rows = [
+        "",
+        "## Other modes and types",
+        "",
+        "The same faults of labels, masks, recurrence, routing, documents, examples, positions and encoders in eval mode, with "
+        "bfloat16 and float16 weights, with `fast=True`, and in DistributedDataParallel of one process.",
+        "",
+        "| variant | architectures | first / harmful | "
+        + " | ".join(SIGNS[name][0] for name in _NOT_FIRST)
+        + " | twins told |",
+        "|---|---|---|" + "---|" * (len(_NOT_FIRST) + 1),
+    ]
+    for variant, cells in variants.items():
+        scored = [c for c in cells if c.outcome != "harmless"]
+        counts = Counter(c.outcome for c in scored)
+        alarmed = len({(c.arch, h.code) for c in cells for h in c.alarms})
+        others = " | ".join(str(counts[name]) for name in _NOT_FIRST)
+        rows.append(
+            f"| {variant} | {len({c.arch for c in cells})} | {counts['first']} / {len(scored)} | {others} | {alarmed} |"
+        )
+    rows.append("")
+    for variant, cells in variants.items():
+        kinds: dict[tuple[str, str, str], list[str]] = {}
+        for c in cells:
+            if c.outcome not in ("first", "harmless"):
+                kinds.setdefault((c.fault, c.outcome, _short(c.heard[0].message if c.heard else c.reason, 160)), []).append(
+                    c.arch
+                )
+        rows += [
+            f"- {variant}, **{fault}**: {SIGNS[outcome][1]} ({', '.join(archs)}): {said}"
+            for (fault, outcome, said), archs in kinds.items()
         ]
     return rows
 

@@ -32,10 +32,12 @@ SAMPLE = {
     "target_across_documents": "plain_tensor",
     "no_causal": "gpt2",
     "inverted": "bart",
+    "inverted_for_sdpa": "qwen3",
     "zero_one_added": "gemma2",
     "soft_5": "mixtral",
+    "soft_10": "prefix_lm",
     "soft_15_large_scores": "opt",
-    "minus_1e4_reached": "llama",
+    "minus_1e4_reached": "bloom",
     "window_edge": "neox",
     "chunk": "t5",
     "in_train_only": "plain_dict",
@@ -58,14 +60,14 @@ SAMPLE = {
     "norm_over_batch": "mamba",
     "batch_norm": "qwen2_tied",
     "left_pads_absolute": "plain_tensor",
-    "order_blind": "sentence_mean",
+    "order_blind": "bert",
     "garbage_padded_rows": "llama",
     "new_rows_take_mass": "neox",
     "broken_tie": "opt",
-    "padding_idx_on_bos": "mixtral",
+    "padding_idx_on_bos": "gemma2",
     "decay_on_frozen_rows": "plain_dict",
-    "pads_pooled": "sentence_mean",
-    "pad_is_last_token": "sentence_last",
+    "pads_pooled": "bert_mean",
+    "pad_is_last_token": "llama_last",
     "scale_too_low": "sentence_last",
     "duplicate_positives": "sentence_mean",
     "stale_optimizer": "olmoe",
@@ -79,10 +81,11 @@ SAMPLE = {
     "rate_zero": "lora_by_hand",
     "gradients_not_cleared": "bart",
     "gradients_cleared_first": "neox",
-    "clip_bound_zero": "mamba2",
+    "clip_bound_zero": "falcon_h1",
     "scheduler_not_stepped": "gemma2",
     "scheduler_per_micro_batch": "bert",
     "scheduler_per_call": "olmoe",
+    "no_warm_up": "mixtral",
     "scaler_skips_all": "plain_dict",
     "root_at_zero": "bloom",
 }
@@ -151,6 +154,20 @@ def test_score_counts_only_the_right_code_first(
     heard: tuple[Heard, ...], asked: tuple[tuple[str, str], ...], expected: str
 ) -> None:
     assert outcome_of(FAULTS["unshifted"], heard, asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("heard", "asked", "expected"),
+    [
+        ((), (("found", ""),), "first"),
+        ((_heard("GS406"),), (("found", ""),), "wrong"),
+        ((), (("clear", ""),), "missed"),
+    ],
+)
+def test_a_note_is_found_only_with_nothing_worse_beside_it(
+    heard: tuple[Heard, ...], asked: tuple[tuple[str, str], ...], expected: str
+) -> None:
+    assert outcome_of(FAULTS["no_warm_up"], heard, asked) == expected
 
 
 def test_a_clear_verdict_about_zero_projections_is_a_miss_and_unknown_is_not() -> None:

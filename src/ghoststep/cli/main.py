@@ -15,7 +15,7 @@ from ghoststep.errors import GhoststepError
 if TYPE_CHECKING:
     import typer
 
-VERBS = ("check", "explain", "checks", "census", "gallery")
+VERBS = ("check", "explain", "checks", "census", "fix", "gallery")
 _HELP = "Find silent failures of language-model training, prove them, and say what to do."
 
 

@@ -19,8 +19,10 @@ class Missing:
 
     `outcome` is what a check that needs the fact has to answer: unknown, not-applicable or broken. `is_absent` is True where
     the subject that would show it was not given at all (a checkpoint alone says nothing about masks): not applicable.
+    `cannot_run` is True where the user's own code failed when it was run as it is: the whole subject cannot run.
     """
 
     reason: str
     outcome: Outcome = Outcome.UNKNOWN
     is_absent: bool = False
+    cannot_run: bool = False

@@ -52,3 +52,30 @@ class BatchFacts(Evidence):
     special_ids: frozenset[int] = frozenset()
     adds_bos: bool | None = None
     intent: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdPlace:
+    """One id of a batch and where it stands; `example` and `position` are None where the ids have no such shape."""
+
+    token_id: int
+    batch: int
+    example: int | None
+    position: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedIds(Evidence):
+    """The ids that the batches feed to the input table, against its number of table rows; seen before the look-up.
+
+    beyond: the first few ids without a table row. num_beyond: how many positions hold such an id. num_ids: positions looked at,
+    in `num_batches` batches. can_resize: the model has `resize_token_embeddings`.
+    """
+
+    table: str
+    num_rows: int
+    num_ids: int
+    num_batches: int
+    num_beyond: int
+    beyond: tuple[IdPlace, ...]
+    can_resize: bool

@@ -66,7 +66,7 @@ class Influence(Evidence):
         seen, over the typical norm of a hidden state (power): a clear needs past > floor. num_past: pairs behind it.
     near_past: (visible, looked at): positions that see the token right before them, in the same document. blind_example:
         (example, position) in an example where every position looked at sees none of its past, or None.
-    order_change: change when two earlier tokens change places, over that when they are replaced (None: not looked at);
+    order_change: change when a few earlier tokens change places, over that when they are replaced (None: not looked at);
         order_floor: the ratio that rounding alone can reach.
     has_attention: an attention operation, or a softmax over positions, ran. probes_perturbed: zero-initialised parameters were
         perturbed for power (and put back). nothing_visible: (example, position) of real tokens whose keys were all masked, or
@@ -75,6 +75,7 @@ class Influence(Evidence):
     encoder_padding: the padding looked at is an encoder's, read at its decoder.
     is_time_first: the model takes [T, B]; example and position are told as meant, not as they stand in its tensors.
     against_order: routing couples examples, and only later ones were seen to move earlier ones: tokens are not served in order.
+    choice_unprobed: a discrete choice among scores (routing) ran, and --fast replaced too few tokens to see one tip over.
     separators: (example, position) of BOS/EOS tokens in the middle of an example where no boundary is announced.
     serial: examples were probed one at a time. readout: where the influence was measured.
     num_forward / num_backward: passes over the whole batch that this cost.
@@ -108,6 +109,7 @@ class Influence(Evidence):
     num_examples: int
     num_forward: int
     num_backward: int
+    choice_unprobed: bool = False
     separators: tuple[tuple[int, int], ...] = ()
     reasons: tuple[str, ...] = field(default=())
 

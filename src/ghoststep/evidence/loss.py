@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,9 @@ class LossXray(Evidence):
     num_head_calls: calls of the head. further: targets of further heads over the same positions.
     masked_classes: number of classes whose logit was -inf or cut off before the loss. smoothing_on_masked: target mass there.
     first_masked_class: the lowest of them, -1 if none. num_nonfinite: positions whose gradient is NaN or infinite.
-    num_forward: forward passes that were run.
+    num_forward: forward passes that were run. log_odds_reached: where a softmax stands before the log-softmax of the loss, the
+    largest difference of log-probabilities that logits of 1e4 reach there (infinite where none does). mixed_positions: from how
+    many positions the classes of one row of the loss's softmax were taken, where they changed places on the way (0: they did not).
     """
 
     target_BT: NDArray[np.int64]
@@ -75,6 +78,8 @@ class LossXray(Evidence):
     num_nonfinite: int = 0
     further: tuple[FurtherTarget, ...] = ()
     num_forward: int = 0
+    log_odds_reached: float = math.inf
+    mixed_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +88,30 @@ class WeightAcrossMicroBatches(Evidence):
 
     weights: mean weight of a counted token, one a micro-batch. num_tokens: counted tokens, one a micro-batch.
     accumulation_steps: micro-batches an optimizer step, as the setup declares.
+    counted_weights: the same weights when the model is handed the window's number of tokens as `num_items_in_batch`, as
+        transformers' Trainer does; empty where the loss is the setup's own, the model takes no such number, or the batch has one.
+    all_trained: every position but the first or last of each example carries loss, so that the counts are equal by construction.
     """
 
     weights: tuple[float, ...]
     num_tokens: tuple[int, ...]
     accumulation_steps: int = 1
+    counted_weights: tuple[float, ...] = ()
+    all_trained: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenTrial(Evidence):
+    """The first batch once more, with half of the labels of one example left out, where all examples have equally many.
+
+    example: the one. num_tokens: its counted tokens now; num_others: those of each other example. ratio: the weight of one of its
+    tokens over that of one of the others (1: a mean over tokens, or a sum).
+    """
+
+    example: int
+    num_tokens: int
+    num_others: int
+    ratio: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

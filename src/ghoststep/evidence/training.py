@@ -89,13 +89,15 @@ class TableSignal:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddingRow:
     """`padding_idx` of the input embedding. `num_real`: positions of the batches that hold this id, are attended
-    (attention_mask 1) and, where it was looked at, received a gradient at the embedding's output. `place` is the first one."""
+    (attention_mask 1) and, where it was looked at, received a gradient at the embedding's output. `place` is the first one.
+    gradient_error: norm of what the embedding drops of the table row's gradient, over the norm of the whole gradient."""
 
     module: str
     index: int
     num_real: int
     place: tuple[int, int] | None
     row_is_zero: bool
+    gradient_error: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ class LiveWiring(Evidence):
     weights): then `group` says nothing. gradient_reason: why no backward was run, else "". loss: its value on the first batch.
     grad_mode_before / after: gradient mode before the user's loss ran, and after. unused: trainable parameters without gradient
     that the loss does not depend on (experts without tokens, an unused pooler). undecided: without gradient, and dependence
-    could not be tried. head: name of the output head's weight, "" if none.
+    could not be tried. head: name of the output head's weight, embedding: of the input embedding's; "" if none.
     """
 
     parameters: tuple[ParameterFacts, ...]
@@ -125,6 +127,7 @@ class LiveWiring(Evidence):
     tables: tuple[TableSignal, ...] = ()
     padding_row: PaddingRow | None = None
     head: str = ""
+    embedding: str = ""
 
     def named(self, name: str) -> ParameterFacts | None:
         """The parameter with this name or alias."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import ghoststep
-from ghoststep.finding import Finding, Outcome, Report, Severity, Verdict, Where
+from ghoststep.finding import COULD_NOT_RUN, Finding, Outcome, Report, Severity, Verdict, Where
 from ghoststep.report.order import reading_order
 from ghoststep.report.page import Page
 from ghoststep.report.phrases import (
@@ -59,7 +59,8 @@ def render(report: Report, *, color: bool = False, width: int = 100) -> str:
     unknown = [v for v in verdicts if v.outcome is Outcome.UNKNOWN]
     if unknown:
         page.rule(f"could not look ({len(unknown)})", "yellow")
-        _by_reason(page, unknown, "yellow")
+        above = next((str(x.facts[COULD_NOT_RUN]) for x in report.subjects if COULD_NOT_RUN in x.facts), None)
+        _by_reason(page, unknown, "yellow", above)
     _quiet(page, report)
     _footer(page, report, found)
     return page.render()
@@ -73,13 +74,27 @@ def _header(page: Page, report: Report) -> None:
     key = max([len(visible(x.kind)) for x in report.subjects] + [len("training")]) + 2
     for x in report.subjects:
         page.pair(visible(x.kind), page.text((visible(x.name), "bold")), 0, key)
-        facts = [f"{visible(k.replace('_', ' '))} {number(v)}" for k, v in x.facts.items()]
+        facts = [f"{visible(k.replace('_', ' '))} {number(v)}" for k, v in x.facts.items() if k != COULD_NOT_RUN]
         page.flow(facts, key, style="dim")
     if training is not None:
-        page.pair("training", page.text(visible(str(training))), 0, key)
+        how = " (measured: nothing of the input table is trained)" if _is_measured(report, "frozen-embeddings") else ""
+        page.pair("training", page.text(visible(str(training)), (how, "dim")), 0, key)
     if not report.subjects:
         page.add(page.text("nothing was looked at"))
     page.blank()
+    for x in report.subjects:
+        if COULD_NOT_RUN in x.facts:
+            page.rule("could not run", "bold red")
+            page.blank()
+            page.add(page.text((visible(str(x.facts[COULD_NOT_RUN])), "bold")), _BODY)
+            page.add(
+                page.text("The setup fails without ghoststep too; what needs the failing part could not be looked at."), _BODY
+            )
+            page.blank()
+
+
+def _is_measured(report: Report, training: str) -> bool:
+    return report.options.get("training_measured") is True and report.options.get("training") == training
 
 
 def _found(page: Page, v: Verdict, told: dict[tuple[str | None, str, str], str]) -> None:
@@ -139,10 +154,13 @@ def _finding(page: Page, v: Verdict, f: Finding, *, common: Where, bullet: bool,
         page.add(page.text((f"↳ … and {len(f.symptoms) - MAX_FINDINGS:,} more (see --format json)", "dim")), _BODY)
 
 
-def _by_reason(page: Page, verdicts: list[Verdict], style: str) -> None:
+def _by_reason(page: Page, verdicts: list[Verdict], style: str, above: str | None = None) -> None:
+    told: list[str] = [] if above is None else [above]
     for reason, group in by_reason(verdicts):
         page.flow(labels(group), 1, style=style, between=", ")
-        page.add(page.text(visible(reason)), _BODY)
+        again = next((t for t in told if t in reason), None)  # the same cause, met by way of another fact
+        page.add(page.text(visible(reason if again is None else reason.replace(again, "(as above)"))), _BODY)
+        told.append(reason)
     page.blank()
 
 

@@ -16,26 +16,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ghoststep.errors import SubjectError, UsageError
 from ghoststep.finding import SubjectInfo
+from ghoststep.subjects.setup_batches import Batch, make_batches
 
 if TYPE_CHECKING:
     import torch
-
-Batch = Mapping[str, Any]
-"""One batch as it is fed to the model or to `loss_fn`: names to tensors (other values pass through untouched)."""
 
 INTENTS = ("causal", "prefix", "masked", "seq2seq", "contrastive", "rl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is about to be trained, and how. Only `model` is required; what is missing makes some checks unknown, by name.
+    """What is about to be trained, and how. Only `model` is required; each check that needs something that is missing says so.
 
     model: `torch.nn.Module`, also wrapped (DDP, PEFT, `torch.compile`), in the mode it will train in.
-    batches: dicts of tensors as fed to the model or to `loss_fn`; the first one is the one that instruments look at.
+    batches: dicts or tuples of tensors as fed to the model or to `loss_fn`; the first one is the one that instruments look at.
     loss_fn: `loss_fn(model, batch) -> scalar tensor`. Without it the model's own `.loss` (or first scalar output) is used.
     train_step: `train_step(model, optimizer, batch)`, one whole step of the user's own; its result is the logged loss.
     optimizer, scheduler, scaler: as they will be used. max_grad_norm: the bound handed to clipping.
-    accumulation_steps: micro-batches an optimizer step. pad_token_id: overrides the tokenizer's and the config's.
+    accumulation_steps: micro-batches an optimizer step; consecutive batches are one window. total_steps: optimizer steps of the
+    whole run. pad_token_id: overrides the tokenizer's and the config's.
     token_roles: int tensor [batch, time] or a name of a batch entry: 0 prompt, 1 answer, 2 template (first batch).
     intent: one of "causal", "prefix", "masked", "seq2seq", "contrastive", "rl"; None lets the instruments find out.
     save, load: `save(model, folder)` and `load(folder) -> model`.
@@ -52,6 +51,7 @@ class Setup:
     scaler: Any = None
     max_grad_norm: float | None = None
     accumulation_steps: int = 1
+    total_steps: int | None = None
     tokenizer: Any = None
     checkpoint_dir: str | None = None
     corpus: Iterable[str] | None = None
@@ -65,7 +65,9 @@ class Setup:
 
     def info(self) -> SubjectInfo:
         """What was given, and the model's class and size. Cost: counts parameters."""
-        parameters = list(self.model.parameters())
+        import torch
+
+        parameters = [p for p in self.model.parameters() if not torch.nn.parameter.is_lazy(p)]
         facts: dict[str, str | int | float | bool] = {
             "model": type(self.model).__name__,
             "parameters": sum(p.numel() for p in parameters),
@@ -81,47 +83,79 @@ SETUP_KEYS = (*_KEYS, "batch", "batches")
 """Keys of the mapping that a setup function may return."""
 
 
-def make_setup(given: Mapping[str, Any], *, name: str = "setup", fast: bool = False) -> Setup:
+def make_setup(given: Mapping[str, Any], *, name: str = "setup", fast: bool = False, also_known: Sequence[str] = ()) -> Setup:
     """A `Setup` from a mapping with `batch` or `batches`; `UsageError` names unknown keys, a missing or wrong model.
 
-    With both `batch` and `batches`, the batch comes first and is not repeated.
+    With both `batch` and `batches`, the batch comes first and is not repeated. A tokenizer given as a path or name is loaded
+    from files on this machine. `also_known` are names that a mistyped key may have meant beside those of a setup.
     """
     import torch
 
-    unknown = sorted(set(given) - set(SETUP_KEYS))
+    unknown = sorted(set(map(str, given)) - set(SETUP_KEYS))
     if unknown:
-        raise UsageError(f"{name}: unknown keys {unknown}; a setup has some of {', '.join(SETUP_KEYS)}")
-    if not isinstance(given.get("model"), torch.nn.Module):
-        got = type(given.get("model")).__name__
-        raise UsageError(f"{name}: `model` is a {got}; expected a torch.nn.Module")
+        raise UsageError(f"{name}: {_unknown(unknown, also_known)}; a setup has some of {', '.join(SETUP_KEYS)}")
+    if given.get("model") is None:
+        raise UsageError(f"{name}: `model` is missing; a setup needs at least a model (torch.nn.Module)")
+    if not isinstance(given["model"], torch.nn.Module):
+        raise UsageError(f"{name}: `model` is {_a(given['model'])}; expected a torch.nn.Module")
     if given.get("intent") not in (None, *INTENTS):
         raise UsageError(f"{name}: intent {given['intent']!r} is unknown; expected one of {', '.join(INTENTS)}")
-    batches = _batches(given.get("batch"), given.get("batches"), name)
+    for key in ("loss_fn", "train_step", "save", "load"):
+        if given.get(key) is not None and not callable(given[key]):
+            raise UsageError(f"{name}: `{key}` is {_a(given[key])}; expected a function")
+    for key in ("optimizer", "scheduler", "scaler"):
+        if isinstance(given.get(key), type):
+            raise UsageError(f"{name}: `{key}` is the class {given[key].__name__}; expected an instance of it")
+    steps = given.get("accumulation_steps")
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise UsageError(f"{name}: accumulation_steps is {steps!r}; expected a whole number of micro-batches, 1 or more")
     values = {k: v for k, v in given.items() if k in _KEYS and v is not None}
-    return Setup(**values, batches=batches, name=name, fast=fast)
+    if isinstance(values.get("tokenizer"), (str, Path)):
+        values["tokenizer"] = _load_tokenizer(str(values["tokenizer"]), name)
+    return Setup(**values, batches=make_batches(given, name), name=name, fast=fast)
 
 
-def _batches(first: Any, rest: Any, name: str) -> tuple[Batch, ...]:
-    found = [] if first is None else [first]
-    if isinstance(rest, Mapping):
-        raise UsageError(f"{name}: `batches` is one mapping; expected a list of them (or call it `batch`)")
-    found += [b for b in (() if rest is None else rest) if b is not first and not (found and _same(b, first))]
-    for i, batch in enumerate(found):
-        if not isinstance(batch, Mapping):
-            raise UsageError(f"{name}: batch {i} is a {type(batch).__name__}; expected a mapping of names to tensors")
-    return tuple(found)
+def _a(value: Any) -> str:
+    return f"a {type(value).__name__}" + (f" ({value!r:.60})" if isinstance(value, (str, int, float)) else "")
 
 
-def _same(one: Any, other: Any) -> bool:
-    """True if two batches hold equal tensors: `batch` is often `batches[0]` made a second time."""
-    import torch
+def _unknown(unknown: Sequence[str], also_known: Sequence[str]) -> str:
+    import difflib  # lazy: only on the error path
 
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or set(one) != set(other):
-        return False
-    return all(
-        torch.equal(one[k], other[k]) if isinstance(one[k], torch.Tensor) and isinstance(other[k], torch.Tensor) else False
-        for k in one
-    )
+    parts = []
+    for key in unknown:
+        near = difflib.get_close_matches(key, [*SETUP_KEYS, *also_known], n=1)
+        parts.append(repr(key) + (f" (did you mean {near[0]}?)" if near else ""))
+    return f"unknown {'key' if len(parts) == 1 else 'keys'} {', '.join(parts)}"
+
+
+def _load_tokenizer(given: str, name: str) -> Any:
+    """A tokenizer.json, a folder, or a name whose files are on this machine already; the network is never asked."""
+    place = Path(given)
+    file = place / "tokenizer.json" if place.is_dir() else place
+    try:
+        if place.is_dir() or not place.exists():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(given, local_files_only=True, trust_remote_code=False)  # type: ignore[no-untyped-call, unused-ignore]
+    except ImportError:
+        if not file.is_file():
+            raise UsageError(
+                f"{name}: tokenizer {given!r} needs transformers to be loaded; give the tokenizer itself"
+            ) from None
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{name}: tokenizer {given!r} cannot be loaded from files on this machine ({type(error).__name__}: {text}); "
+            "give a folder, a tokenizer.json or the tokenizer itself"
+        ) from error
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise UsageError(f"{name}: tokenizer {given!r} is not a tokenizer.json ({text})") from error
 
 
 def open_setup(spec: str, *, fast: bool = False) -> Setup:
@@ -142,9 +176,8 @@ def open_setup(spec: str, *, fast: bool = False) -> Setup:
     if isinstance(returned, Setup):
         return returned
     if not isinstance(returned, Mapping):
-        raise SubjectError(f"{spec} returned a {type(returned).__name__}; expected a mapping with `model`, `batch`, ...")
-    known_keys = {k: v for k, v in returned.items() if k in SETUP_KEYS}
-    return make_setup(known_keys, name=spec, fast=fast)
+        raise SubjectError(f"{spec} returned {_a(returned)}; expected a mapping with `model`, `batch`, ...")
+    return make_setup(returned, name=spec, fast=fast)
 
 
 def _load_file(path: Path) -> ModuleType:

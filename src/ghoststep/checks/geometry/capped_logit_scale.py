@@ -6,6 +6,10 @@ from ghoststep.evidence.training import ContrastiveProbe
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, Unknown, answer, check
 
+_ABOVE = 0.01
+_USUAL = (5.0, 200.0)
+"""Scales in use. One whose inverse lies here was most likely divided by."""
+
 
 @check(code="GS507", severity=Severity.ERROR, basis=Basis.MEASURED)
 def capped_logit_scale(
@@ -32,7 +36,8 @@ def capped_logit_scale(
     ln(1 + (B - 1) · exp(-scale)) is the loss of pairs at cosine 1 and all others at cosine 0.
 
     ## How to fix
-    Start the scale at 1/0.07 ≈ 14 (`logit_scale = ln(1/0.07)` where it is exponentiated), or a fixed temperature of 0.02 to 0.1.
+    Multiply the similarities by the scale, not the other way round. Start it at 1/0.07 ≈ 14 (`logit_scale = ln(1/0.07)` where it is
+    exponentiated), or use a fixed temperature of 0.02 to 0.1.
 
     ## Options
     `floor_fraction`: floor over the loss of equal embeddings (0.25). With 64 examples a scale of 5 gives 0.08, 2.7 gives 0.4, 1 gives
@@ -47,6 +52,11 @@ def capped_logit_scale(
             reason=f"the loss of chosen embeddings is {probe.floor:g} at best and {probe.collapsed:g} when all are equal"
         )
     reason = f"embeddings alone reach a loss of {probe.floor:.3g}, equal ones give {probe.collapsed:.3g}"
+    if probe.floor > (1 + _ABOVE) * probe.collapsed:
+        return Unknown(
+            reason=f"{reason}: the embeddings that the loss itself asks for are worse than equal ones, so its targets or its sign are "
+            "wrong, and the scale cannot be judged (misaligned-positives judges the targets)"
+        )
     own = 0.0 if math.isnan(probe.free_floor) else min(probe.free_floor, probe.floor)
     if own >= probe.collapsed:
         return Unknown(reason=f"{reason}: no embeddings lower it")
@@ -64,11 +74,19 @@ def capped_logit_scale(
 def _finding(probe: ContrastiveProbe, fraction: float, own: float, limit: float, *, harms: bool) -> Finding:
     scale = "" if math.isnan(probe.scale) else f" ({probe.scale:.3g})"
     kind = "learnable logit scale" if probe.is_learnable else "fixed logit scale"
-    fix = (
-        "Start the scale at 1/0.07 = 14.3 (its logarithm, 2.66, where it is exponentiated), or use a temperature of 0.02 to 0.1."
-        if harms
-        else "If the temperature is meant, nothing is wrong; the loss just cannot come near zero."
-    )
+    turned = not math.isnan(probe.scale) and probe.scale > 0 and _USUAL[0] <= 1 / probe.scale <= _USUAL[1]
+    if not harms:
+        fix = "If the temperature is meant, nothing is wrong; the loss just cannot come near zero."
+    elif turned:
+        fix = (
+            f"It is the inverse of {1 / probe.scale:.3g}, a usual scale: the similarities are divided by it, or its logarithm has "
+            "the wrong sign. Multiply by it (or divide by a temperature); a larger parameter would make it worse."
+        )
+    else:
+        fix = (
+            "Let the similarities be multiplied by 1/0.07 = 14.3 at the start (a parameter of 2.66 where it is exponentiated), or "
+            "divided by a temperature of 0.02 to 0.1."
+        )
     return Finding(
         message=f"the {kind}{scale} caps what this loss can reach: on this batch of {probe.num_examples} examples even perfect "
         f"embeddings leave a loss of {probe.floor:.3g}, {fraction:.0%} of what equal ones give ({probe.collapsed:.3g}). {fix}",
@@ -76,5 +94,7 @@ def _finding(probe: ContrastiveProbe, fraction: float, own: float, limit: float,
         measured=Quantity(value=probe.floor, unit="loss of perfect embeddings"),
         expected=Quantity(value=own + limit * (probe.collapsed - own), unit="loss of perfect embeddings, at most"),
         severity=Severity.ERROR if harms else Severity.NOTE,
-        remedy="raise the initial logit scale",
+        remedy="multiply by the scale instead of dividing"
+        if turned and harms
+        else "similarities * 14.3 (or / 0.07) at the start",
     )

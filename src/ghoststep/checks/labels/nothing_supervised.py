@@ -4,23 +4,25 @@ from ghoststep.evidence.base import Missing
 from ghoststep.evidence.batch import BatchFacts
 from ghoststep.evidence.loss import LossKind, LossXray
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
-from ghoststep.registry import Answer, answer, check
+from ghoststep.registry import Answer, Unknown, answer, check
 
 
-@check(code="GS207", severity=Severity.ERROR, basis=Basis.PROOF)
+@check(code="GS207", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("nonfinite-loss",))
 def nothing_supervised(xray: LossXray, batch: BatchFacts | Missing) -> Answer:
-    """No position of a batch carries loss: nothing is trained.
+    """No position of a batch, or of some of its examples, carries loss: nothing is trained there.
 
     ## What it finds
     d loss / d logits is 0 (or not a number) at every position of the first batch, [B, T]; or a batch of the setup whose labels
-    are all negative.
+    are all negative. Examples of the first batch without any loss beside others that have it: a warning from one half of them on,
+    else a note.
 
     ## Why it matters
     The mean over no tokens is NaN, or a loop that guards against it logs 0.0. Nothing is learnt from such a batch, and a NaN
     that reaches the weights ends the run.
 
     ## When it is not a problem
-    A loss of exactly 0 from groups of equal reward in policy optimisation: there the batch carries no signal by design.
+    A loss of exactly 0 from groups of equal reward in policy optimisation: there the batch carries no signal by design. Examples
+    that weights or rewards leave out (`intent="rl"`, weighted losses).
 
     ## How to confirm by hand
     `(labels != -100).sum()` is 0.
@@ -40,9 +42,11 @@ def nothing_supervised(xray: LossXray, batch: BatchFacts | Missing) -> Answer:
     empty = [i for i, n in enumerate(counts) if n == 0]
     power = Power(quantity="supervised positions in a batch", smallest_detectable=1, unit="positions")
     if xray.kind is not LossKind.NOTHING and not empty:
-        return answer((), power=power)
+        return answer(_examples_left_out(xray, batch), power=power)
     if isinstance(batch, BatchFacts) and batch.intent == "rl" and xray.loss == 0:
         return answer((), power=power, reason="a loss of 0 without gradient: groups of equal reward")
+    if xray.kind is LossKind.NOTHING and xray.num_nonfinite and not empty:
+        return Unknown(reason=f"the gradient at {xray.num_nonfinite} positions is not a number (see nonfinite-loss)")
     every = bool(counts) and len(empty) == len(counts)
     if xray.kind is LossKind.NOTHING:
         labels = (
@@ -73,3 +77,30 @@ def nothing_supervised(xray: LossXray, batch: BatchFacts | Missing) -> Answer:
             )
         ]
     )
+
+
+def _examples_left_out(xray: LossXray, batch: BatchFacts | Missing) -> list[Finding]:
+    """Examples of at least two real tokens where no position carries loss, beside others where some do."""
+    plain = xray.kind in (LossKind.HARD, LossKind.SMOOTHED, LossKind.SOFT)
+    if not plain or isinstance(batch, Missing) or batch.intent == "rl" or xray.further or xray.num_nonfinite:
+        return []
+    real_BT = batch.ids_BT >= 0 if batch.padding_BT is None else ~batch.padding_BT
+    texts = [b for b in range(len(real_BT)) if int(real_BT[b].sum()) >= 2]
+    without = [b for b in texts if not xray.weight_BT[b].any()]
+    if not without or len(without) == len(texts):
+        return []
+    named = ", ".join(map(str, without[:8])) + (", ..." if len(without) > 8 else "")
+    labels = batch.labels_BT
+    cause = " (all of their labels are negative)" if labels is not None and not (labels[without] >= 0).any() else ""
+    return [
+        Finding(
+            message=f"{len(without)} of {len(texts)} examples of the first batch carry no loss at all{cause}: {named}. They cost a "
+            "forward and a backward and teach nothing. Look at how their labels are masked, and whether their answers were cut off.",
+            where=Where(example=without[0], micro_batch=0),
+            measured=Quantity(value=len(without), unit="examples without loss"),
+            expected=Quantity(value=0, unit="examples without loss"),
+            severity=Severity.WARNING if 2 * len(without) >= len(texts) else Severity.NOTE,
+            basis=Basis.MEASURED,
+            remedy="mask labels by character offsets, and drop examples whose answer is cut off",
+        )
+    ]

@@ -42,11 +42,16 @@ def padding_in_loss(xray: LossXray, batch: BatchFacts) -> Answer:
         return Unknown(reason=f"nothing says which positions are padding: {batch.padding_source}")
     if not batch.padding_BT.any():
         return NotApplicable(reason="no padding in this batch")
-    offset = likely_offset(measure_shift(xray, batch), batch)
+    shift = measure_shift(xray, batch)
+    offset = likely_offset(shift, batch)
     padding = batch.padding_BT.tolist()
     ids = batch.ids_BT.tolist()
     positions = list(counted(xray, offset))
-    bad = [c for c in positions if _predicts_padding(c, padding[c.example], ids[c.example], batch)]
+    bad = [
+        c
+        for c in positions
+        if _predicts_padding(c, padding[c.example], ids[c.example], batch, is_known=shift.offset is not None)
+    ]
     if not bad:
         return answer((), power=Power(quantity="positions that predict padding", smallest_detectable=1, unit="positions"))
     total = sum(abs(c.weight) for c in positions)
@@ -68,8 +73,10 @@ def padding_in_loss(xray: LossXray, batch: BatchFacts) -> Answer:
     )
 
 
-def _predicts_padding(c: Counted, padding: list[bool], ids: list[int], batch: BatchFacts) -> bool:
+def _predicts_padding(c: Counted, padding: list[bool], ids: list[int], batch: BatchFacts, *, is_known: bool) -> bool:
     if c.source is None or not padding[c.source]:
+        return False
+    if not is_known and c.target != ids[c.source]:  # hidden tokens (masked models): which token is predicted was not measured
         return False
     is_own_end = c.target in batch.eos_ids and c.target == ids[c.source] and c.source > 0 and not padding[c.source - 1]
     return not is_own_end

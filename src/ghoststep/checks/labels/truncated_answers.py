@@ -36,11 +36,12 @@ def truncated_answers(xray: LossXray, batch: BatchFacts, *, warning_share: float
     refused = no_answer(xray, signed=True)
     if refused:
         return Unknown(reason=refused)
+    offset = likely_offset(measure_shift(xray, batch), batch)
+    own = offset == 0 or batch.intent == "masked"
+    if own or batch.document_BT is not None:
+        return NotApplicable(reason="positions predict their own token" if own else "several documents an example")
     if not batch.eos_ids:
         return Unknown(reason="no end token is known: neither tokenizer nor config names one")
-    offset = likely_offset(measure_shift(xray, batch), batch)
-    if offset == 0 or batch.document_BT is not None:
-        return NotApplicable(reason="positions predict their own token" if offset == 0 else "several documents an example")
     padding = None if batch.padding_BT is None else batch.padding_BT.tolist()
     stops = set(batch.eos_ids) | set(batch.special_ids)
     targets = {(c.example, c.source) for c in counted(xray, offset) if c.source is not None}

@@ -5,7 +5,7 @@ from ghoststep.evidence.batch import BatchFacts
 from ghoststep.evidence.influence import Influence, Region
 from ghoststep.evidence.loss import LossXray
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
-from ghoststep.label_shift import MIN_COUNTING, measure_shift, no_answer, too_few
+from ghoststep.label_shift import MIN_COUNTING, Beside, measure_shift, no_answer, points_back, too_few
 from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
 
 
@@ -13,16 +13,16 @@ from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
     code="GS201",
     severity=Severity.ERROR,
     basis=Basis.MEASURED,
-    explains_anywhere=("visible-target", "padding-in-loss", "prompt-in-loss"),
+    explains_anywhere=("visible-target", "padding-in-loss", "prompt-in-loss", "unsupervised-stop-token", "truncated-answers"),
 )
 def unshifted_labels(
     xray: LossXray, batch: BatchFacts, influence: Influence | Missing, *, minimum_share: float = 0.5
 ) -> Answer:
-    """Each position is trained to predict its own token, which it sees.
+    """Each position is trained to predict its own token, or the one before it, which it sees.
 
     ## What it finds
-    target[b, t] = ids[b, t] at most positions that carry loss, [B, T], where target is the class that the gradient of the
-    user's own loss pulls towards. Only positions where ids at t, t+1 and t+2 differ count.
+    target[b, t] = ids[b, t], or = ids[b, t-1], at most positions that carry loss, [B, T], where target is the class that the gradient
+    of the user's own loss pulls towards. Only positions where the tokens around them differ count.
 
     ## Why it matters
     The model learns to copy its input: the loss falls within a few steps far below what language allows, and generation repeats
@@ -51,6 +51,9 @@ def unshifted_labels(
         return Unknown(reason=refused)
     if isinstance(influence, Influence) and not influence.is_causal_by_measure:
         return NotApplicable(reason="the model looks both ways: visible-target judges whether it sees what it predicts")
+    back = points_back(xray, batch)
+    if back.is_most(minimum_share):
+        return answer([_backwards(back)])
     shift = measure_shift(xray, batch)
     if shift.num_counting < MIN_COUNTING:
         return Unknown(reason=too_few(shift))
@@ -74,4 +77,18 @@ def unshifted_labels(
                 remedy="F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())",
             )
         ]
+    )
+
+
+def _backwards(back: Beside) -> Finding:
+    example, position = back.first or (0, 0)
+    return Finding(
+        message=f"labels are shifted the wrong way: position {position} of example {example} is trained to predict token {back.token}, "
+        f"which stands before it at position {position - 1}, where it sees it ({back.matches} of {back.num_counting} positions). The "
+        "model learns to copy and never to predict what comes next. Compare logits[:, :-1] with labels[:, 1:], or pass "
+        "labels=input_ids to a class that shifts, or use ghoststep.lm_loss.",
+        where=Where(example=example, position=position, token_id=back.token),
+        measured=Quantity(value=round(back.matches / back.num_counting, 4), unit="share of positions"),
+        expected=Quantity(value=0, unit="share of positions"),
+        remedy="F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())",
     )

@@ -9,7 +9,15 @@ from ghoststep.registry import Answer, NotApplicable, answer, check
     code="GS107",
     severity=Severity.ERROR,
     basis=Basis.PROOF,
-    explains_anywhere=("blind-context", "order-blind", "padding-side-changes-output"),
+    explains_anywhere=(
+        "blind-context",
+        "order-blind",
+        "padding-side-changes-output",
+        "attention-implementations-differ",
+        "absent-mask-changes-output",
+        "pack-changes-output",
+        "nonfinite-loss",
+    ),
 )
 def nothing_visible(influence: Influence) -> Answer:
     """A real token may attend to nothing at all: every key of its query is masked.

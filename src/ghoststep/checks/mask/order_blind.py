@@ -10,7 +10,7 @@ def order_blind(influence: Influence) -> Answer:
     """The order of earlier tokens makes no difference: positions do not reach the model.
 
     ## What it finds
-    Two different tokens right before the last real position change places; its hidden state moves no more than rounding
+    Up to six tokens right before the last real position are read backwards; its hidden state moves no more than rounding
     allows, although replacing them moves it. Only in models that attend.
 
     ## Why it matters
@@ -46,11 +46,11 @@ def order_blind(influence: Influence) -> Answer:
     if ratio > influence.order_floor:
         return answer((), power=power, reason=f"changing places moves {ratio:.2g} of what replacing does")
     if influence.order_floor > 1e-2:
-        return Unknown(reason=f"rounding alone reaches {influence.order_floor:.2g} of what replacing two tokens does")
+        return Unknown(reason=f"rounding alone reaches {influence.order_floor:.2g} of what replacing tokens does")
     return answer(
         [
             Finding(
-                message="the model does not see the order of tokens: when two tokens change places, the last position's hidden state "
+                message="the model does not see the order of tokens: when tokens change places, the last position's hidden state "
                 f"moves by {ratio:.2g} of what replacing them does (rounding reaches {influence.order_floor:.2g}). Positions do not "
                 "reach the model: check the position table or rotary angles and `position_ids`.",
                 where=Where(),

@@ -1,9 +1,14 @@
 """GS105."""
 
+from ghoststep.evidence.base import Missing
+from ghoststep.evidence.equivalence import OtherBatch
 from ghoststep.evidence.influence import Influence, Region
-from ghoststep.finding import Basis, Finding, Severity, Where
+from ghoststep.finding import Basis, Finding, Quantity, Severity, Where
 from ghoststep.registry import Answer, NotApplicable, answer, check
 from ghoststep.visibility import NOTHING_EXPECTED, judge_region, looked_at, power_of, without_power
+
+ERROR_CHANGE = 1e-3
+"""Change over the norm from which another order of the batch is an error; a warning below."""
 
 
 @check(
@@ -12,13 +17,17 @@ from ghoststep.visibility import NOTHING_EXPECTED, judge_region, looked_at, powe
     basis=Basis.MEASURED,
     explains_anywhere=("blind-context", "order-blind", "padding-side-changes-output", "visible-target"),
 )
-def visible_batch_example(influence: Influence) -> Answer:
+def visible_batch_example(influence: Influence, batch: OtherBatch | Missing) -> Answer:
     """Examples of one batch see one another.
 
     ## What it finds
     A hidden state that moves, or has a gradient, when a token of another example of the batch changes. Error above 1e-3 of the
     own past's influence, warning above 1e-5 (swap, float32) or 1e-6 (gradient). A change without a gradient is a discrete
     choice (expert routing with a capacity) and a note.
+    Beside that, two examples in eval mode alone and among others in another order: a hidden state that moves by more than 1e-4
+    (float32; 2e-2 in bfloat16 and float16, confirmed by a float32 copy) and ten times what benign changes of shape cause depends
+    on the place in the batch or the number of examples. Error above 1e-3 of its norm, else warning; a note where an example's
+    first token stays (a discrete choice).
 
     ## Why it matters
     Examples are meant to be independent. With shared statistics or mixed-up dimensions a text is predicted from its neighbours,
@@ -47,7 +56,8 @@ def visible_batch_example(influence: Influence) -> Answer:
         return NotApplicable(reason="no second example has real tokens to look at")
     seen = judge_region(influence, Region.OTHER_EXAMPLE)
     if seen is None or not influence.coupled:
-        return without_power(influence) or answer((), power=power_of(influence))
+        moved = [] if isinstance(batch, Missing) else _by_place(batch)
+        return answer(moved) if moved else without_power(influence) or answer((), power=power_of(influence))
     example, position = seen.reading.target
     if influence.coupled == "discrete":
         message = (
@@ -72,3 +82,24 @@ def visible_batch_example(influence: Influence) -> Answer:
             )
         ]
     )
+
+
+def _by_place(batch: OtherBatch) -> list[Finding]:
+    """What another order of the batch changes although no token of another example does."""
+    reading = batch.reading
+    if not reading.num_above:
+        return []
+    severity = Severity.ERROR if reading.change > ERROR_CHANGE else Severity.WARNING
+    return [
+        Finding(
+            message="an example depends on where it stands in the batch, or on how many stand there: hidden states of "
+            f"{reading.num_above} of {reading.num_positions} real positions move by up to {reading.change:.2g} of their norm "
+            f"between alone and {reading.variant.value} (tolerance {reading.tolerance:.0e}). Look for tensors indexed by the place in "
+            "the batch, and for buffers or states kept from one call to the next.",
+            where=Where(example=reading.example, position=reading.position),
+            measured=Quantity(value=reading.change, unit="change over the norm of a hidden state"),
+            expected=Quantity(value=reading.tolerance, unit="change over the norm of a hidden state"),
+            severity=severity if reading.starts_move else Severity.NOTE,
+            remedy="compute each example from itself alone",
+        )
+    ]

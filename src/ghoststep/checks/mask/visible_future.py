@@ -18,6 +18,9 @@ from ghoststep.visibility import NOTHING_EXPECTED, Seen, examples_mixed, judge, 
         "nothing-visible",
         "order-blind",
         "padding-side-changes-output",
+        "attention-implementations-differ",
+        "absent-mask-changes-output",
+        "pack-changes-output",
     ),
 )
 def visible_future(influence: Influence) -> Answer:
@@ -65,6 +68,11 @@ def visible_future(influence: Influence) -> Answer:
             return Unknown(
                 reason="routing serves later examples before earlier ones (GS105); a future was not seen to move a position, but "
                 "whether a choice tips over is chance"
+            )
+        if influence.choice_unprobed:
+            return Unknown(
+                reason="a discrete choice among scores ran (expert routing), which no gradient shows, and --fast replaces too few "
+                "tokens to see a later one tip an earlier one's choice: run without --fast"
             )
         return without_power(influence) or answer((), power=power_of(influence), reason=_figures(influence))
     if through_nothing(influence, seen):

@@ -7,7 +7,7 @@ from ghoststep.registry import Answer, NotApplicable, answer, check
 from ghoststep.visibility import NOTHING_EXPECTED, examples_mixed, judge_region, looked_at, power_of, without_power
 
 
-@check(code="GS104", severity=Severity.ERROR, basis=Basis.MEASURED)
+@check(code="GS104", severity=Severity.ERROR, basis=Basis.MEASURED, explains_anywhere=("pack-changes-output",))
 def visible_neighbour_document(influence: Influence, batch: BatchFacts) -> Answer:
     """Documents that the batch announces as separate see one another.
 
@@ -28,7 +28,8 @@ def visible_neighbour_document(influence: Influence, batch: BatchFacts) -> Answe
 
     ## How to fix
     Do not pass an all-ones `attention_mask` beside restarting `position_ids` (many implementations isolate documents only
-    without a mask), pass a block-diagonal mask or `cu_seqlens`, and give recurrent layers `seq_idx`.
+    without a mask; those of transformers
+    only with `use_cache=False`), pass a block-diagonal mask or `cu_seqlens`, and give recurrent layers `seq_idx`.
 
     ## Options
     None.
@@ -52,7 +53,8 @@ def visible_neighbour_document(influence: Influence, batch: BatchFacts) -> Answe
         " An attention_mask is passed beside them: many implementations isolate documents only without one. Leave it out, or "
         "pass a block-diagonal mask."
         if batch.has_attention_mask
-        else " Pass a block-diagonal mask, cu_seqlens or seq_idx that the model understands."
+        else " Pass a block-diagonal mask, cu_seqlens or seq_idx that the model understands; a model of "
+        "transformers reads documents off position_ids only without a cache: use_cache=False."
     )
     return answer(
         [

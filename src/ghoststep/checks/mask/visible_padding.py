@@ -20,7 +20,7 @@ from ghoststep.visibility import (
     code="GS102",
     severity=Severity.ERROR,
     basis=Basis.MEASURED,
-    explains_anywhere=("padding-side-changes-output", "blind-context", "nothing-visible"),
+    explains_anywhere=("padding-side-changes-output", "blind-context", "nothing-visible", "attention-implementations-differ"),
 )
 def visible_padding(influence: Influence, batch: BatchFacts) -> Answer:
     """Real tokens see padding.

@@ -1,5 +1,6 @@
 """GS301."""
 
+from ghoststep.evidence.amplification import Amplification, SpikedStep
 from ghoststep.evidence.base import Missing
 from ghoststep.evidence.checkpoint import Declared, StoredTensors
 from ghoststep.evidence.plan import TrainingPlan
@@ -9,10 +10,11 @@ from ghoststep.evidence.wiring import MixingClass
 from ghoststep.finding import Basis, Power, Severity
 from ghoststep.registry import Answer, check
 from ghoststep.row_findings import judge_rows, row_case
+from ghoststep.row_measurement import NOT_MEASURED
 from ghoststep.severity import SPIKE_NORM
 
 
-@check(code="GS301", severity=Severity.ERROR, basis=Basis.MEASURED, explains=("dead-template-rows",))
+@check(code="GS301", severity=Severity.ERROR, basis=Basis.MEASURED, explains=("amplified-rows", "dead-template-rows"))
 def near_zero_input_rows(
     inputs: InputRows,
     outputs: OutputRows | Missing,
@@ -23,6 +25,8 @@ def near_zero_input_rows(
     declared: Declared | Missing,
     stored: StoredTensors | Missing,
     plan: TrainingPlan,
+    amplified: Amplification | Missing = NOT_MEASURED,
+    spiked: SpikedStep | Missing = NOT_MEASURED,
     *,
     norm_limit: float = SPIKE_NORM,
 ) -> Answer:
@@ -40,6 +44,8 @@ def near_zero_input_rows(
     says a word. Where attention reaches a normal token the effect vanishes: recurrent and gated layers without attention
     beside them amplify at any position, attention-only models at the first visible position (position 0, the start of a packed
     document, after left padding).
+
+    On a live setup the gradient is measured (`amplified-rows`), and the measured figure decides, not the wiring.
 
     ## When it is not a problem
     The table is frozen (`--training lora` or `frozen-embeddings`); nothing produces the token; the row has no token at all
@@ -62,6 +68,6 @@ def near_zero_input_rows(
     """
     norms = inputs.rows.norms_R * inputs.multiplier
     table_rows = [int(i) for i in ((norms < norm_limit) & (norms > 0)).nonzero()[0]]
-    case = row_case(inputs, outputs, mixing, reach, template, vocabulary, declared, stored, plan)
+    case = row_case(inputs, outputs, mixing, reach, template, vocabulary, declared, stored, plan, amplified, spiked)
     smallest = Power(quantity="effective input row norm below the limit", smallest_detectable=norm_limit, unit="L2 norm")
     return judge_rows(case, table_rows, zero=False, looked_for="near zero", power=smallest)

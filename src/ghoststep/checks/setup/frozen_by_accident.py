@@ -17,6 +17,8 @@ def frozen_by_accident(wiring: LiveWiring, *, minority_fraction: float = 0.1) ->
     ## What it finds
     - An optimizer that holds no trainable parameter at all (error).
     - A frozen output head of its own in the optimizer, while the input table and at least nine tenths of all else train (warning).
+    - A frozen table (input embedding, or a head tied to it) in the optimizer, while at least nine tenths of all else train (note: it
+      may be meant).
     - A few frozen parameters in the optimizer inside layers that train otherwise, while the same parameter of other layers trains
       (warning).
 
@@ -24,8 +26,8 @@ def frozen_by_accident(wiring: LiveWiring, *, minority_fraction: float = 0.1) ->
     A frozen parameter is skipped by backward and by the optimizer without a word.
 
     ## When it is not a problem
-    Frozen on purpose: adapters over a frozen base, whole frozen layers, a frozen embedding table, frozen parameters that the
-    optimizer does not hold.
+    Frozen on purpose: adapters over a frozen base, whole frozen layers, frozen parameters that the optimizer does not hold. A frozen
+    embedding table that the optimizer holds is named in a note, because nothing tells which of the two is meant.
 
     ## How to confirm by hand
     `[n for n, p in model.named_parameters() if not p.requires_grad]`.
@@ -56,8 +58,10 @@ def frozen_by_accident(wiring: LiveWiring, *, minority_fraction: float = 0.1) ->
     tables_train = any(t.parameter != wiring.head for t in wiring.tables)
     if head in frozen and head is not None and tables_train and num_trainable >= (1 - minority_fraction) * rest:
         findings.append(_finding([head], "the output head", len(claimed)))
+    elif num_trainable >= (1 - minority_fraction) * rest:
+        findings += [_table(p, len(claimed)) for p in frozen if _is_table(p, wiring)]
     if 0 < len(frozen) <= max(1.0, minority_fraction * len(claimed)):
-        odd = [p for p in frozen if p is not head and _is_exception(p, wiring)]
+        odd = [p for p in frozen if p is not head and not _is_table(p, wiring) and _is_exception(p, wiring)]
         if odd:
             findings.append(_finding(odd, listed([p.name for p in odd]), len(claimed)))
     return answer(findings, power=power, reason=f"{counted(len(frozen), 'frozen parameter')} in the optimizer")
@@ -73,6 +77,26 @@ def _is_exception(p: ParameterFacts, wiring: LiveWiring) -> bool:
     layer = p.name[: match.end()] if match else p.name
     own = [q for q in wiring.parameters if q is not p and q.name.startswith(layer)]
     return bool(twins and own) and all(q.trainable for q in twins) and sum(q.trainable for q in own) > len(own) / 2
+
+
+def _is_table(p: ParameterFacts, wiring: LiveWiring) -> bool:
+    """The input embedding's table, or the head's weight."""
+    return p.name in (wiring.head, wiring.embedding) or bool({wiring.head, wiring.embedding} - {""} & set(p.aliases))
+
+
+def _table(p: ParameterFacts, num_claimed: int) -> Finding:
+    tied = f" (also {', '.join(p.aliases)})" if p.aliases else ""
+    return Finding(
+        message=f"the table {p.name}{tied} is frozen (requires_grad is False) while the rest trains, and the optimizer holds it (group "
+        f"{p.group}, {num_claimed} parameters): no step changes it. If that is meant, leave it out of the optimizer; else set "
+        "requires_grad_(True).",
+        where=Where(parameter=p.name),
+        measured=Quantity(value=1, unit="frozen parameters in the optimizer"),
+        expected=Quantity(value=0, unit="frozen parameters in the optimizer"),
+        severity=Severity.NOTE,
+        basis=Basis.MEASURED,
+        remedy="requires_grad_(True), or leave it out of the optimizer",
+    )
 
 
 def _all_frozen(wiring: LiveWiring, frozen: list[ParameterFacts]) -> Finding:

@@ -1,19 +1,24 @@
 """GS603."""
 
+from ghoststep.evidence.base import Missing
 from ghoststep.evidence.training import CutParameters, Gradient, LiveWiring
+from ghoststep.evidence.zero_gradients import ZeroGradients
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.parameter_text import counted, listed
 from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
 
+_NOT_ASKED = Missing(reason="not asked")
+
 
 @check(code="GS603", severity=Severity.ERROR, basis=Basis.PROOF)
-def trainable_without_gradient(wiring: LiveWiring) -> Answer:
-    """Trainable parameters get no gradient although the loss depends on them: the graph is cut.
+def trainable_without_gradient(wiring: LiveWiring, zeros: ZeroGradients | Missing = _NOT_ASKED) -> Answer:
+    """Trainable parameters get no gradient although the loss depends on them: the graph is cut, or all of them stand on a saddle.
 
     ## What it finds
     Parameters with `requires_grad` whose `.grad` is None after a backward of the loss on the first batch, and whose perturbation
     moves the loss. The message gives the cause where it was seen: reentrant activation checkpointing, `no_grad`, or a detached
-    result.
+    result. Or: the gradient of every trainable parameter is exactly zero, and so is that of a random combination of the model's
+    outputs, so that no loss could move anything.
 
     ## Why it matters
     They never train, and no error is raised as long as anything else gets a gradient. Typical: adapters inside reentrant
@@ -22,7 +27,8 @@ def trainable_without_gradient(wiring: LiveWiring) -> Answer:
     ## When it is not a problem
     Parameters that the loss does not depend on in this batch: experts without tokens, a pooler nobody reads, an unused branch
     (they are counted in the reason). Parameters that act through a discrete choice only (the indexer of a sparse attention). A
-    gradient of exactly zero, such as that of `lora_A` while `lora_B` is zero. Parameters that the given optimizer does not hold
+    gradient of exactly zero, such as that of `lora_A` while `lora_B` is zero; all of them zero where the rewards of a group are equal
+    (a random combination of the outputs reaches the parameters then). Parameters that the given optimizer does not hold
     (the target network of BYOL or MoCo).
 
     ## How to confirm by hand
@@ -30,7 +36,8 @@ def trainable_without_gradient(wiring: LiveWiring) -> Answer:
 
     ## How to fix
     Reentrant checkpointing: `use_reentrant=False` (`gradient_checkpointing_kwargs`), or `model.enable_input_require_grads()`.
-    Otherwise take away the `no_grad` or `detach` that the message names.
+    Otherwise take away the `no_grad` or `detach` that the message names. Two factors that are both zero (`lora_A` and `lora_B`): give
+    one of them random values.
 
     ## Options
     None.
@@ -47,6 +54,8 @@ def trainable_without_gradient(wiring: LiveWiring) -> Answer:
         return answer([_all_cut([p.name for p in trainable])])
     if wiring.gradient_reason:
         return Unknown(reason=wiring.gradient_reason)
+    if isinstance(zeros, ZeroGradients) and not zeros.reached:
+        return answer([_saddle(zeros)])
     claimed = [cut for cut in wiring.cut if _is_claimed(cut, wiring)]
     findings = [_finding(cut, len(trainable)) for cut in claimed]
     notes = [
@@ -100,4 +109,21 @@ def _all_cut(names: list[str]) -> Finding:
         where=Where(parameter=names[0]),
         measured=Quantity(value=len(names), unit="trainable parameters without gradient"),
         expected=Quantity(value=0, unit="trainable parameters without gradient"),
+    )
+
+
+def _saddle(zeros: ZeroGradients) -> Finding:
+    values = (
+        f" {len(zeros.zero_valued)} of them hold nothing but zeros ({listed(list(zeros.zero_valued))}): where two of these are "
+        "multiplied (both factors of an adapter), neither can leave zero. Give one factor random values."
+        if zeros.zero_valued
+        else " Look for what multiplies them by zero."
+    )
+    return Finding(
+        message=f"the gradient of all {zeros.num_parameters} trainable parameters is exactly zero, and not only that of this loss: a "
+        f"random combination of the model's outputs reaches none of them either, so no loss can move anything.{values}",
+        where=Where(parameter=zeros.zero_valued[0] if zeros.zero_valued else None),
+        measured=Quantity(value=0, unit="trainable parameters reached"),
+        expected=Quantity(value=zeros.num_parameters, unit="trainable parameters reached"),
+        remedy="initialise one factor of each product with random values",
     )

@@ -63,7 +63,10 @@ def unchanged_weights(
     if share < lost_fraction and not still:
         return answer((), power=power, reason=reason)
     if any(p.kept_state for p in pushed):
-        return Unknown(reason=f"{reason}; the optimizer keeps further tensors and may carry the lost part on (Kahan summation)")
+        return Unknown(
+            reason=f"{reason}; the optimizer keeps further tensors or draws random numbers: it may "
+            "carry the lost part on (Kahan summation) or round at random"
+        )
     if _is_warming_up(wiring, probe):
         return Unknown(reason=f"{reason}; the learning rate is still far below its base, so that this says little")
     if share >= lost_fraction:

@@ -10,7 +10,7 @@ from ghoststep.registry import Answer, answer, check
 MAX_LISTED = 20
 
 
-@check(code="GS008", severity=Severity.ERROR, basis=Basis.PROOF)
+@check(code="GS008", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("nonfinite-loss",))
 def nonfinite_weights(
     inputs: InputRows, outputs: OutputRows | Missing, tables: Tables | Missing, vocabulary: Vocabulary | Missing
 ) -> Answer:

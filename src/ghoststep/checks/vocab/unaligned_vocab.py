@@ -1,6 +1,7 @@
 """GS004."""
 
-from ghoststep.evidence.checkpoint import StoredTensors, Tables
+from ghoststep.evidence.base import Missing
+from ghoststep.evidence.checkpoint import Declared, StoredTensors, Tables
 from ghoststep.evidence.wiring import Tie, TieState
 from ghoststep.finding import Basis, Finding, Quantity, Severity, Where
 from ghoststep.registry import Answer, Clear, NotApplicable, Unknown, answer, check
@@ -8,7 +9,13 @@ from ghoststep.registry import Answer, Clear, NotApplicable, Unknown, answer, ch
 
 @check(code="GS004", severity=Severity.NOTE, basis=Basis.RULE_OF_THUMB)
 def unaligned_vocab(
-    tables: Tables, stored: StoredTensors, tie: TieState, *, multiple: int = 64, smallest_head_fraction: float = 0.05
+    tables: Tables,
+    stored: StoredTensors,
+    tie: TieState,
+    declared: Declared | Missing,
+    *,
+    multiple: int = 64,
+    smallest_head_fraction: float = 0.05,
 ) -> Answer:
     """The vocabulary's table is not a multiple of 64 rows, so the head's matrix product runs off the fast path.
 
@@ -56,7 +63,9 @@ def unaligned_vocab(
                 where=Where(file=head.tensor.file, tensor=head.tensor.name),
                 measured=Quantity(value=head.num_rows, unit="table rows"),
                 expected=Quantity(value=padded, unit="table rows"),
-                remedy=f"model.resize_token_embeddings({padded}, pad_to_multiple_of={multiple})",
+                remedy=f"model.resize_token_embeddings({padded}, pad_to_multiple_of={multiple})"
+                if isinstance(declared, Declared)  # a plain module without a config has no such method
+                else f"make the tables {padded} rows, and keep the new ones out of softmax and loss",
             )
         ]
     )

@@ -40,7 +40,7 @@ def batch_facts(setup: Setup, call: LiveCall) -> BatchFacts:
         ids_BT=ids_BT, padding_BT=padding_BT, padding_source=source, document_BT=document_BT, document_source=document_source,
         labels_BT=labels_BT, sides=_sides(padding_BT), has_attention_mask=any("attention_mask" in e for e in entries),
         has_position_ids=any("position_ids" in e for e in entries), num_batches=len(setup.batches),
-        roles_BT=_roles(setup, ids_BT.shape), supervised_per_batch=_supervised(setup), pad_id=special.pad_id,
+        roles_BT=_roles(setup, ids_BT), supervised_per_batch=_supervised(setup), pad_id=special.pad_id,
         bos_id=special.bos_id, eos_ids=special.eos_ids, special_ids=special.special_ids, adds_bos=special.adds_bos,
         intent=setup.intent,
     )  # fmt: skip
@@ -50,15 +50,22 @@ def grid(call: LiveCall, intent: str | None = None) -> list[torch.Tensor]:
     """The ids [B, T] that the logits stand over: one look-up a call of the model, and the decoder's of an encoder-decoder.
 
     Other models that look ids up several times in one call (prediction of more than one token) are read at the first look-up
-    of the shape that the logits have.
+    of the shape that the logits have. A model that exchanges batch and time before the look-up, and back before the logits, is
+    read as it is called.
     """
-    shaped = [i.reshape(1, -1) if i.dim() == 1 else i for i in call.ids if i.dim() in (1, 2)]
+    out = call.head_outputs[0] if call.head_outputs else call.logits
+    shaped = [i.reshape(1, -1) if i.dim() == 1 else _as_called(i, out) for i in call.ids if i.dim() in (1, 2)]
     if len(shaped) == len(call.calls):
         return shaped
     if is_sequence_to_sequence(call, intent):
         return shaped[-1:]
     lead = tuple(call.head_outputs[0].shape[:-1]) if call.head_outputs else None
     return [i for i in shaped if tuple(i.shape) == lead][:1] or shaped[:1]
+
+
+def _as_called(ids: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
+    lead = None if logits is None else tuple(logits.shape[:-1])
+    return ids.T if tuple(ids.T.shape) == lead != tuple(ids.shape) else ids
 
 
 def is_sequence_to_sequence(call: LiveCall, intent: str | None) -> bool:
@@ -194,7 +201,8 @@ def _sides(padding_BT: NDArray[np.bool_] | None) -> str:
     return "both" if left and right else "left" if left else "right" if right else "none"
 
 
-def _roles(setup: Setup, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
+def _roles(setup: Setup, ids_BT: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The declared roles laid over the looked-up ids; -1 where nothing is declared."""
     import torch
 
     roles = setup.token_roles
@@ -202,10 +210,24 @@ def _roles(setup: Setup, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
         roles = setup.batches[0].get(roles) if setup.batches else None
     if roles is None:
         return None
-    value = torch.as_tensor(roles)
+    value, shape = torch.as_tensor(roles), ids_BT.shape
+    if value.dim() == 2 and tuple(value.T.shape) == tuple(shape):
+        value = value.T  # the model takes time first
+    elif value.dim() == 2 and value.shape[1] < shape[1] and _stand_last(setup, tuple(value.shape), ids_BT):
+        # The model puts tokens of its own in front, which have no role.
+        value = torch.nn.functional.pad(value, (shape[1] - value.shape[1], 0), value=-1)
     if tuple(value.shape) != tuple(shape):
         raise CannotLook(f"token_roles has shape {tuple(value.shape)}; the batch has {tuple(shape)}")
     return stack([value], -1)
+
+
+def _stand_last(setup: Setup, shape: tuple[int, ...], ids_BT: NDArray[np.int64]) -> bool:
+    """True if the looked-up ids end with a tensor of the batch of this shape."""
+    import torch
+
+    last = torch.from_numpy(ids_BT[:, -shape[1] :])
+    values = setup.batches[0].values() if setup.batches else ()
+    return any(isinstance(v, torch.Tensor) and tuple(v.shape) == shape and torch.equal(v.cpu().long(), last) for v in values)
 
 
 def _supervised(setup: Setup) -> tuple[int, ...]:

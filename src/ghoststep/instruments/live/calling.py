@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ghoststep.engine import describe
-from ghoststep.errors import CannotLook
+from ghoststep.errors import CannotLook, SetupCannotRun
 from ghoststep.evidence.base import Evidence
-from ghoststep.instruments.live.outputs import find_logits, shape_of
+from ghoststep.instruments.live.kept_batches import fresh
+from ghoststep.instruments.live.outputs import find_logits, num_places, vectors
 from ghoststep.instruments.live.untouched import untouched
+from ghoststep.instruments.live.users_errors import as_it_is, guard_look_ups, need_scalar, with_graph_if_need_be
 from ghoststep.registry import instrument
-from ghoststep.subjects.setup import Batch, Setup
+from ghoststep.subjects.setup import Setup
+from ghoststep.subjects.setup_batches import Batch, PlacedBatch
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """One call of the root model: its arguments as they came, and what it returned."""
+    """One call of the root model: its arguments as they came, what it returned, and the mode it was in."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
+    training: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +93,7 @@ def compute_loss(setup: Setup, batch: Batch, model: torch.nn.Module | None = Non
 
     model = setup.model if model is None else model
     if setup.loss_fn is not None:
-        loss = setup.loss_fn(model, batch)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise CannotLook(f"loss_fn returned {shape_of(loss)}; expected a scalar tensor")
-        return loss.reshape(())
+        return need_scalar(setup.loss_fn(model, fresh(batch)))
     output = call_model(model, batch)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple):
@@ -104,10 +104,12 @@ def compute_loss(setup: Setup, batch: Batch, model: torch.nn.Module | None = Non
 
 
 def call_model(model: torch.nn.Module, batch: Batch) -> Any:
-    """`model(**batch)`, or `model(ids)` for a plain module that takes one tensor."""
+    """`model(**batch)`; `model(*batch)` for a tuple, as far as the model takes; `model(ids)` for a module that takes one tensor."""
     import inspect
 
     core, _ = unwrap(model)
+    if isinstance(batch, PlacedBatch):
+        return model(*list(batch.values())[: num_places(core)])
     parameters = inspect.signature(core.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters) or {p.name for p in parameters} & set(batch):
         accepted = {p.name for p in parameters}
@@ -145,19 +147,25 @@ def live_call(setup: Setup) -> LiveCall:
     calls: list[ModelCall] = []
     seen = _Seen()
     handles = [m.register_forward_hook(_watch(seen, name), with_kwargs=True) for name, m in core.named_modules() if name]
-    handles.append(core.register_forward_hook(lambda m, a, k, o: calls.append(ModelCall(args=a, kwargs=dict(k), output=o)),
-                                              with_kwargs=True))  # fmt: skip
+    handles += guard_look_ups(core)
+    handles.append(core.register_forward_hook(
+        lambda m, a, k, o: calls.append(ModelCall(args=a, kwargs=dict(k), output=o, training=m.training)), with_kwargs=True
+    ))  # fmt: skip
     loss, error = None, None
     try:
-        with untouched(setup.model), eager(), torch.no_grad():
+        with untouched(setup, learn=True), eager(), torch.no_grad():
             try:
-                loss = compute_loss(setup, setup.batches[0]).detach()
+                with as_it_is(setup):
+                    loss = with_graph_if_need_be(
+                        lambda: compute_loss(setup, setup.batches[0]).detach(), seen.forget, calls.clear
+                    )
+            except SetupCannotRun:
+                raise
             except CannotLook as reason:
                 error = str(reason)
-            except Exception as raised:  # the user's own code, no defect of ours
-                raise CannotLook(f"the model or the loss raised {describe(raised)}") from raised
             if not calls:
-                call_model(setup.model, setup.batches[0])
+                with as_it_is(setup):
+                    call_model(setup.model, setup.batches[0])
     finally:
         for handle in handles:
             handle.remove()
@@ -180,6 +188,10 @@ class _Seen:
     """What passed through the modules during one run."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again."""
         self.look_ups: list[tuple[str, torch.Tensor, int]] = []
         self.proven: set[str] = set()
         self.tables: dict[str, int] = {}
@@ -192,18 +204,25 @@ class _Seen:
             by_name.setdefault(name, []).append((ids, rows))
         if not by_name:
             return "", []
-        # A position module may be handed the token ids too, and its table may be the larger one: see what it looked up.
-        name = max(
-            by_name,
-            key=lambda n: (
-                n in self.proven,
-                is_varied(by_name[n][0][0]),
-                len(set(by_name[n][0][0].flatten().tolist())),
-                by_name[n][0][1],
-            ),
-        )
+        best = max(by_name, key=lambda n: self._rank(n, *by_name[n][0]))
+        # A decoder with a table of its own looks up after its encoder, other tokens, and the head stands over its positions.
+        name, first = best, by_name[best][0]
+        for n, ((ids, rows), *_) in by_name.items():
+            if self._rank(n, ids, rows)[:3] == self._rank(best, *first)[:3] == (True, True, True) and not _equal(ids, first[0]):
+                name = n
         # Encoder and decoder may each have a module of their own around one shared table.
         return name, [ids for n, ids, _ in self.look_ups if self.tables.get(n) == self.tables.get(name)]
+
+    def _rank(self, name: str, ids: torch.Tensor, rows: int) -> tuple[bool, bool, bool, int, int]:
+        """How much speaks for this look-up being that of the tokens that the head predicts.
+
+        A position module may be handed the token ids too, and its table may be the larger one: see what it looked up.
+        """
+        varied = is_varied(ids)  # a table of segments may have as many rows as a hidden state is wide
+        under_head = varied and any(
+            o.shape[:-1] == ids.shape and _is_head_width(i.shape[-1], o.shape[-1], rows) for _, i, o in self.projections
+        )
+        return name in self.proven, varied, under_head, len(set(ids.flatten().tolist())), rows
 
     def head(self) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
         """The last projection that is as wide as the table, or nearly so and wider than its input (a padded or cut head)."""
@@ -227,11 +246,17 @@ def _is_head_width(num_inputs: int, num_outputs: int, rows: int) -> bool:
     return num_outputs == rows > 0 or (num_outputs >= 0.9 * rows > 0 and num_outputs > num_inputs)
 
 
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other).all())
+
+
 def is_varied(ids: torch.Tensor) -> bool:
     """False for 0, 1, 2, ... (also restarting) and for constants: positions and types, not tokens."""
     flat = ids.reshape(-1, ids.shape[-1]) if ids.dim() > 1 else ids.reshape(1, -1)
     if flat.shape[-1] < 2:
         return True
+    if len(set(flat.flatten().tolist())) < 3:
+        return False  # segments or flags
     steps = flat[:, 1:] - flat[:, :-1]
     # Positions of packed or left-padded examples restart now and then, but mostly count up.
     return not bool(((steps == 1) | (steps == 0)).all()) and 2 * int((steps == 1).sum()) <= steps.numel()
@@ -257,6 +282,8 @@ def _watch(seen: _Seen, name: str) -> Callable[..., None]:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = args[0] if args else next(iter(kwargs.values()), None)
         weight = getattr(module, "weight", None)
+        if isinstance(given, torch.Tensor) and not given.is_floating_point():
+            output = vectors(output)
         if not isinstance(given, torch.Tensor) or not isinstance(output, torch.Tensor):
             return
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:

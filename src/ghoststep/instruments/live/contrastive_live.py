@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ghoststep.errors import CannotLook, DoesNotApply
+from ghoststep.errors import CannotLook
+from ghoststep.evidence.contrastive import ContrastiveForm, ContrastiveXray
 from ghoststep.evidence.training import ContrastiveProbe
 from ghoststep.instruments.live.calling import LiveCall
-from ghoststep.instruments.live.fed_outputs import Embeddings, FedLoss, find_embeddings, floats
+from ghoststep.instruments.live.embedding_seam import FedLoss, floats
+from ghoststep.instruments.live.xray_contrastive import coupled_seam
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
 
@@ -21,44 +23,41 @@ if TYPE_CHECKING:
     import torch
 
 NUM_ITERATIONS = 200
-MAX_EXAMPLES = 1024
 
 
 @instrument
-def contrastive_probe(setup: Setup, call: LiveCall) -> ContrastiveProbe:
+def contrastive_probe(setup: Setup, call: LiveCall, xray: ContrastiveXray) -> ContrastiveProbe:
     """Find the smallest loss that any embeddings reach, and which targets each example is pushed away from.
 
-    Contrastive is what couples examples: the gradient at example 0's embedding changes when another example's embedding does.
-    `DoesNotApply` for any other loss, `CannotLook` where embeddings are not [B, D] outputs of the model.
-    Cost: no forward; 400 evaluations of the loss on [B, D] tensors.
+    `CannotLook` where the loss is no function of similarities.
+    Cost: two forwards without activations; 400 evaluations of the loss on [B, D] tensors.
     """
-    found = find_embeddings(call)
-    if not found.places or setup.intent in ("causal", "prefix", "masked", "seq2seq", "rl"):
-        if setup.intent == "contrastive":
-            raise CannotLook("the model returns no [examples, dimensions] embeddings from its forward")
-        raise DoesNotApply("no contrastive loss: the model returns no embeddings of whole examples")
-    if found.values[0].shape[0] > MAX_EXAMPLES:
-        raise CannotLook(f"{found.values[0].shape[0]} examples in the batch; at most {MAX_EXAMPLES} are looked at")
-    with FedLoss(setup, call, found.places).open() as loss:
-        used = _used(loss, found)
-        found = Embeddings(
-            places=tuple(p for p, u in zip(found.places, used, strict=True) if u),
-            values=tuple(v for v, u in zip(found.values, used, strict=True) if u),
-        )
-    if not found.places:
-        raise DoesNotApply("no contrastive loss: it is not computed from the model's [examples, dimensions] outputs")
-    with FedLoss(setup, call, found.places).open() as loss:
-        if not _couples(loss, found.values):
-            raise DoesNotApply("no contrastive loss: each example's gradient is its own")
-        norm = _common_norm(found.values)
-        reached = _floors(loss, found.values, norm)
-        duplicates = _duplicates(loss, found.values, call, norm)
-        is_learnable = _has_learnable_scale(loss, found.values, call)
+    if xray.form is ContrastiveForm.OTHER:
+        raise CannotLook(f"the loss is {xray.form.value}: what it pulls together could not be read")
+    seam = coupled_seam(setup, call, across_examples=True)
+    groups, num_groups = _groups(xray)
+    num = len(xray.anchors) // (2 if xray.is_symmetric and len(seam.values) > 1 else 1) or int(seam.values[0].shape[0])
+    with FedLoss(setup, seam).open() as loss:
+        norm = _common_norm(seam.values)
+        reached = _floors(loss, seam.values, norm, _codes(num_groups, int(seam.values[0].shape[-1]))[groups], xray)
+        is_learnable = _has_learnable_scale(loss, seam.values, call)
+    duplicates = _duplicates(xray, int(seam.values[0].shape[0]))
     return ContrastiveProbe(
-        num_examples=int(found.values[0].shape[0]), floor=reached.floor, free_floor=reached.free, collapsed=reached.collapsed,
-        is_normalised=norm is not None, is_learnable=is_learnable, scale=reached.scale, duplicates=duplicates or (),
-        duplicates_looked_at=duplicates is not None,
+        num_examples=num, floor=reached.floor, free_floor=reached.free, collapsed=reached.collapsed,
+        is_normalised=norm is not None, is_learnable=is_learnable, scale=reached.scale,
+        duplicates=duplicates or (), duplicates_looked_at=duplicates is not None,
     )  # fmt: skip
+
+
+def _groups(xray: ContrastiveXray) -> tuple[list[int], int]:
+    """For each embedding the group of those that the loss pulls together, and how many groups there are."""
+    group = list(range(len(xray.pull_NN)))
+    for anchor in xray.anchors:
+        for other in anchor.positives:
+            one, two = group[anchor.index], group[other]
+            group = [one if g == two else g for g in group]
+    names = sorted(set(group))
+    return [names.index(g) for g in group], len(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,34 +74,6 @@ def _has_learnable_scale(loss: FedLoss, values: Sequence[torch.Tensor], call: Li
         return True
     has_number = any(v.numel() == 1 for one in call.calls for v in floats(one.output))
     return has_number and any(p.requires_grad and p.numel() == 1 for p in call.core.parameters())
-
-
-def _gradients(loss: FedLoss, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    import torch
-
-    leaves = [v.detach().clone().requires_grad_(True) for v in leaves]
-    value = loss(leaves)
-    if not value.requires_grad:
-        return [torch.zeros_like(v) for v in leaves]
-    given = torch.autograd.grad(value, leaves, allow_unused=True)
-    return [torch.zeros_like(v) if g is None else g for g, v in zip(given, leaves, strict=True)]
-
-
-def _used(loss: FedLoss, found: Embeddings) -> list[bool]:
-    return [bool((g != 0).any()) for g in _gradients(loss, [v.float() for v in found.values])]
-
-
-def _couples(loss: FedLoss, values: Sequence[torch.Tensor]) -> bool:
-    before = _gradients(loss, [v.float() for v in values])
-    moved = []
-    for v in values:
-        other = v.float().clone()
-        other[-1] = -other[-1] + other[0]
-        moved.append(other)
-    after = _gradients(loss, moved)
-    change = max(float((a[0] - b[0]).norm()) for a, b in zip(after, before, strict=True))
-    size = max(float(b[0].norm()) for b in before)
-    return change > 1e-4 * max(size, 1e-12)
 
 
 def _common_norm(values: Sequence[torch.Tensor]) -> float | None:
@@ -136,32 +107,42 @@ def _codes(num: int, dims: int) -> torch.Tensor:
     return unit
 
 
-def _like(codes: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The codes [B, D] in the shape of an output: over all T positions of [B, T, D]."""
-    placed = codes if value.dim() == 2 else codes[:, None, :].expand(-1, value.shape[1], -1)
-    return placed.to(value.device).clone()
+def _like(codes: torch.Tensor, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The codes [N, D] cut into the shapes of the outputs: over all T positions of [B, T, D]."""
+    import torch
+
+    parts = torch.split(codes, [v.shape[0] for v in values])
+    placed = [p if v.dim() == 2 else p[:, None, :].expand(-1, v.shape[1], -1) for p, v in zip(parts, values, strict=True)]
+    return [p.to(v.device).clone() for p, v in zip(placed, values, strict=True)]
 
 
-def _floors(loss: FedLoss, values: Sequence[torch.Tensor], norm: float | None) -> _Floors:
+def _floors(
+    loss: FedLoss, values: Sequence[torch.Tensor], norm: float | None, codes: torch.Tensor, xray: ContrastiveXray
+) -> _Floors:
     """The smallest loss with embeddings of the measured length, with free length, the loss of equal ones, and the scale."""
     import torch
 
-    num, dims = values[0].shape[0], values[0].shape[-1]
     size = norm if norm is not None else max(float(v.float().norm(dim=-1).mean()) for v in values)
-    codes = _codes(num, dims) * size
-    equal = (torch.ones(1, dims) / math.sqrt(dims) * size).expand(num, dims)
+    equal = (torch.ones_like(codes) / math.sqrt(codes.shape[1])) * size
     with torch.no_grad():
-        collapsed = float(loss([_like(equal, v) for v in values]))
-        perfect = float(loss([_like(codes, v) for v in values]))
-        longer = float(loss([_like(2 * codes, v) for v in values]))
-    ignores_length = abs(longer - perfect) <= 1e-5 * max(1.0, abs(perfect))
-    best = min(perfect, _descend(loss, [_like(codes, v) for v in values], size, norm))
-    scale = _scale(codes / size, perfect, collapsed) if norm is not None or ignores_length else math.nan
-    if norm is None:
-        free = best if not ignores_length else 0.0 if not math.isnan(scale) else math.nan
+        collapsed = float(loss(_like(equal, values)))
+        perfect = float(loss(_like(codes * size, values)))
+        longer = float(loss(_like(2 * codes * size, values)))
+    ignores_length = xray.is_cosine or abs(longer - perfect) <= 1e-5 * max(1.0, abs(perfect))
+    best = min(perfect, _descend(loss, _like(codes * size, values), size, norm))
+    scale = xray.scale if norm is not None or ignores_length else math.nan
+    if norm is None or ignores_length:
+        free = best if not ignores_length else _sharp(xray)
     else:
-        free = min(best, _descend(loss, [_like(30 * codes, v) for v in values], 30 * size, None))
+        free = min(best, _descend(loss, _like(30 * codes * size, values), 30 * size, None))
     return _Floors(floor=best, free=free, collapsed=collapsed, scale=scale)
+
+
+def _sharp(xray: ContrastiveXray) -> float:
+    """What an infinitely sharp softmax leaves: ln of the number of positives of each anchor; NaN for other losses."""
+    if math.isnan(xray.scale):
+        return math.nan
+    return sum(a.weight * math.log(max(1, len(a.positives))) for a in xray.anchors)
 
 
 def _descend(loss: FedLoss, start: Sequence[torch.Tensor], size: float, norm: float | None) -> float:
@@ -187,59 +168,15 @@ def _descend(loss: FedLoss, start: Sequence[torch.Tensor], size: float, norm: fl
     return best
 
 
-def _scale(codes: torch.Tensor, perfect: float, collapsed: float) -> float:
-    """The logit scale of a softmax over cosines, from the loss of known codes; NaN for any other loss."""
-    import torch
-
-    num = len(codes)
-    if not abs(collapsed - math.log(num)) < 1e-3 * math.log(num) or not 0 < perfect < collapsed:
-        return math.nan
-    gaps = codes @ codes.T - 1
-    low, high = 0.0, 1e4
-    for _ in range(80):
-        middle = (low + high) / 2
-        reached = float(torch.logsumexp(middle * gaps.double(), dim=1).mean())
-        low, high = (middle, high) if reached > perfect else (low, middle)
-    return (low + high) / 2
-
-
-def _duplicates(
-    loss: FedLoss, values: Sequence[torch.Tensor], call: LiveCall, norm: float | None
-) -> tuple[tuple[int, int], ...] | None:
+def _duplicates(xray: ContrastiveXray, num: int) -> tuple[tuple[int, int], ...] | None:
     """(i, j): example i is pushed away from a target whose input equals a target that i is pulled to. None: not looked at."""
-    import torch
-
-    num, dims = values[0].shape[0], values[0].shape[-1]
-    inputs = _inputs(call, num, len(values))
-    if inputs is None:
+    texts, pull_NN = xray.text_N, xray.pull_NN
+    if texts is None:
         return None
-    total = num * len(values)
-    size = norm if norm is not None else 1.0
-    codes = torch.eye(total, max(total, dims)) * size  # orthogonal codes: each gradient splits exactly
-    leaves = [_like(codes[i * num : (i + 1) * num], v) for i, v in enumerate(values)]
-    try:
-        gradients = torch.cat([g if g.dim() == 2 else g.sum(dim=1) for g in _gradients(loss, leaves)])
-    except (RuntimeError, CannotLook):  # the loss has weights of its own for D dimensions
-        return None
-    pull_QT = gradients.cpu() @ codes.T
-    pull_QT.fill_diagonal_(0.0)
-    limit = 1e-6 * float(pull_QT.abs().max())
     found = set()
-    for query in range(total):
-        positives = {inputs[t] for t in (pull_QT[query] < -limit).nonzero().flatten().tolist()}
-        for target in (pull_QT[query] > limit).nonzero().flatten().tolist():
-            same_target = inputs[target] in positives
-            i, j = query % num, target % num
-            if same_target and (i != j or query // num != target // num):
-                found.add((i, j))
+    for query in range(len(texts)):
+        positives = {texts[t] for t in (pull_NN[query] < 0).nonzero()[0]}
+        for target in (pull_NN[query] > 0).nonzero()[0].tolist():
+            if texts[target] in positives:
+                found.add((query % num, target % num))
     return tuple(sorted(found))
-
-
-def _inputs(call: LiveCall, num: int, num_leaves: int) -> list[bytes] | None:
-    """The token ids behind each embedding, in the order of the leaves; None where they cannot be matched."""
-    ids = [i for i in call.ids if i.dim() >= 1]
-    if len(ids) == num_leaves and all(i.shape[0] == num for i in ids):
-        return [row.cpu().numpy().tobytes() for one in ids for row in one]
-    if len(ids) == 1 and num_leaves == 1 and ids[0].shape[0] == num:
-        return [row.cpu().numpy().tobytes() for row in ids[0]]
-    return None

@@ -1,8 +1,11 @@
-"""The recorded arguments of a call, cut to one example and to its real tokens, or padded anew. B examples, T positions."""
+"""The recorded arguments of a call, cut to one example and to its real tokens, put in another order, or padded anew.
+
+B examples, T positions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook
@@ -17,11 +20,17 @@ def cut(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], example: int, start: int, stop: int, shape: tuple[int, int]
 ) -> Arguments:
     """One example's positions start..stop: dimension of size B (the first, or the second behind a small one) to the example,
-    every other dimension of size T to the positions. `CannotLook` on one-dimensional lengths that speak of the whole batch."""
+    every other dimension of size T to the positions; cumulative lengths of a batch of one example, and the largest length beside
+    them, to those of the positions. `CannotLook` on other one-dimensional lengths that speak of the whole batch."""
+    import torch
+
     batch, time = shape
 
     def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        axis = next((d for d in (0, 1) if tensor.dim() > d and tensor.shape[d] == batch), None)
+        if batch == 1 and _is_cumulative(tensor, time):
+            inside = (tensor > start) & (tensor < stop)
+            return torch.cat([tensor.new_tensor([0]), tensor[inside] - start, tensor.new_tensor([stop - start])])
+        axis = _batch_axis(tensor, batch)
         if tensor.dim() == 1 and tensor.shape[0] not in (1, batch, time):
             raise CannotLook(f"argument {name} of {tensor.shape[0]} numbers speaks of the whole batch")
         if axis is not None and tensor.dim() > 1:
@@ -33,7 +42,46 @@ def cut(
                 tensor = tensor.narrow(d, start, stop - start)
         return tensor
 
+    positional, named = _apply(args, kwargs, one)
+    longest = {k: min(v, stop - start) for k, v in named.items() if "max" in k and type(v) is int and 0 < v <= time}
+    return positional, {**named, **longest}
+
+
+def take(args: tuple[Any, ...], kwargs: Mapping[str, Any], examples: Sequence[int], shape: tuple[int, int]) -> Arguments:
+    """These examples in this order (also repeated ones), at the full length; `CannotLook` as in `cut`."""
+    import torch
+
+    batch, time = shape
+
+    def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        axis = _batch_axis(tensor, batch)
+        if tensor.dim() == 1 and tensor.shape[0] not in (1, batch, time):
+            raise CannotLook(f"argument {name} of {tensor.shape[0]} numbers speaks of the whole batch")
+        if axis is None or (tensor.dim() == 1 and batch == 1):
+            return tensor
+        return tensor.index_select(axis, torch.tensor(list(examples), device=tensor.device))
+
     return _apply(args, kwargs, one)
+
+
+def to_float32(arguments: Arguments) -> Arguments:
+    """The same with bfloat16 and float16 tensors in float32."""
+    import torch
+
+    low = (torch.bfloat16, torch.float16)
+    return _apply(arguments[0], arguments[1], lambda name, t: t.float() if t.dtype in low else t)
+
+
+def _batch_axis(tensor: torch.Tensor, batch: int) -> int | None:
+    return next((d for d in (0, 1) if tensor.dim() > d and tensor.shape[d] == batch), None)
+
+
+def _is_cumulative(tensor: torch.Tensor, time: int) -> bool:
+    """0, ..., T, never falling: where the documents of a flattened pack start."""
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.shape[0] < 2:
+        return False
+    ends = int(tensor[0]) == 0 and int(tensor[-1]) == time
+    return ends and bool((tensor[1:] >= tensor[:-1]).all())
 
 
 def pad(

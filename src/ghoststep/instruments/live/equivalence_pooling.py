@@ -12,6 +12,7 @@ from ghoststep.instruments.live.calling import LiveCall, compute_loss, eager
 from ghoststep.instruments.live.influence_intent import returns_vectors
 from ghoststep.instruments.live.influence_survey import hidden_tensor
 from ghoststep.instruments.live.untouched import untouched
+from ghoststep.instruments.live.users_errors import users_code
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
 
@@ -80,15 +81,18 @@ def _cut_and_run(setup: Setup, call: LiveCall) -> list[_Leaf]:
         leaves.append(_Leaf(ids_BT=current[0], tensor=leaf))
         return leaf.clone()
 
-    with untouched(setup.model), eager():
+    with untouched(setup), eager():
         for p in setup.model.parameters():
             p.requires_grad_(False)
         handles = [m.register_forward_hook(hook) for n, m in call.core.named_modules() if n]
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), users_code():
                 loss = compute_loss(setup, setup.batches[0])
             if not loss.requires_grad:
-                raise CannotLook("the loss does not depend on any hidden state by gradient")
+                raise CannotLook(
+                    f"what {call.embedding_name} feeds reaches the loss without gradient (a frozen second tower?), and pooling is "
+                    "read from gradients; other towers were not looked at"
+                )
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:

@@ -7,6 +7,7 @@ attention, a router's top-k) has no gradient by nature: the loss then moves by j
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -17,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 from ghoststep.errors import CannotLook
 from ghoststep.evidence.training import CutParameters
 from ghoststep.instruments.live.calling import compute_loss, eager, unwrap
+from ghoststep.instruments.live.influence_power import lifted, switched_off
 from ghoststep.instruments.live.untouched import untouched
+from ghoststep.instruments.live.users_errors import users_code
 from ghoststep.subjects.setup import Setup
+from ghoststep.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +113,20 @@ def _inside_reentrant_checkpoint() -> bool:
 
 
 def find_cuts(setup: Setup, missing: Sequence[tuple[str, torch.nn.Parameter]], uses: ModuleUses, loss: float) -> CutFacts:
-    """Perturb the parameters, group by group, and see whether the loss moves. Values are put back bit for bit."""
+    """Perturb the parameters, group by group, and see whether the loss moves. Values are put back bit for bit.
+
+    What stands behind a zero initialisation (the other half of a low-rank adapter) moves nothing yet: meanwhile such parameters
+    are given values.
+    """
+    if not missing:
+        return CutFacts()
+    mine = {id(p) for _, p in missing}
+    off = [p for p in switched_off(setup.model, vectors=True) if id(p) not in mine]
+    with lifted(off) if off else contextlib.nullcontext():
+        return _find_cuts(setup, missing, uses, loss)
+
+
+def _find_cuts(setup: Setup, missing: Sequence[tuple[str, torch.nn.Parameter]], uses: ModuleUses, loss: float) -> CutFacts:
     unused = [n for n, _ in missing if uses.acts_discretely(n)]
     missing = [(n, p) for n, p in missing if n not in unused]
     names = tuple(n for n, _ in missing)
@@ -192,12 +209,12 @@ def _loss_with(setup: Setup, perturbed: Sequence[torch.nn.Parameter], *, scale: 
     generator = torch.Generator().manual_seed(seed)
     kept = [p.detach().clone() for p in perturbed]
     try:
-        with untouched(setup.model), eager(), torch.no_grad():
+        with untouched(setup), eager(), users_code(), torch.no_grad():
             for p in perturbed:
                 noise = torch.randn(p.shape, generator=generator).to(p)
                 p.add_(noise * scale * (0.02 + 0.2 * p.abs().mean()))
             return float(compute_loss(setup, setup.batches[0]))
     finally:
-        with torch.no_grad():
+        with undisturbed(), torch.no_grad():
             for p, value in zip(perturbed, kept, strict=True):
                 p.copy_(value)

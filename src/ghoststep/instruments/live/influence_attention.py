@@ -7,6 +7,7 @@ It sees scaled dot product attention and softmaxes over positions; fused kernels
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,10 @@ def _note_scores(seen: AttentionSeen, scores: torch.Tensor, dim: Any, batch: int
     if not time <= scores.shape[-1] <= time + MAX_SINKS:
         return
     seen.num_operations += 1
-    _note_open(seen, scores.detach()[..., :time] > MASKED_SCORE, batch, time)
+    scores = scores.detach()[..., :time]
+    # Scores of thousands come near a finite mask: only what lies far below all that scores reach is masked then.
+    reached = -2.0 * float(scores.max()) if scores.numel() else 0.0
+    _note_open(seen, scores > (min(MASKED_SCORE, reached) if math.isfinite(reached) else MASKED_SCORE), batch, time)
 
 
 def _note_open(seen: AttentionSeen, allowed: torch.Tensor, batch: int, time: int) -> None:

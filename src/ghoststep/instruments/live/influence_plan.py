@@ -33,11 +33,12 @@ class Positions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Consecutive positions of one document of one example whose tokens are replaced together."""
+    """Consecutive positions of one document of one example whose tokens are replaced together; if `alike`, all by one token."""
 
     example: int
     start: int
     stop: int
+    alike: bool = False
 
 
 def positions(

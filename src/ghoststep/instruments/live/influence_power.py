@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ghoststep.undisturbed import undisturbed
+
 if TYPE_CHECKING:
     import torch
 
@@ -42,6 +44,6 @@ def lifted(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
                 p.copy_(noise.to(p))
         yield
     finally:
-        with torch.no_grad():
+        with undisturbed(), torch.no_grad():
             for p, copy in zip(parameters, copies, strict=True):
                 p.copy_(copy)

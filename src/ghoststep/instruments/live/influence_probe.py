@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 from ghoststep.errors import CannotLook
 from ghoststep.instruments.live.calling import LiveCall, eager
 from ghoststep.instruments.live.influence_attention import AttentionSeen
-from ghoststep.instruments.live.influence_survey import as_hidden, hidden_tensor, survey
+from ghoststep.instruments.live.influence_survey import EnoughError, as_hidden, hidden_tensor, survey
+from ghoststep.instruments.live.outputs import vectors, with_vectors
 from ghoststep.instruments.live.untouched import untouched
+from ghoststep.instruments.live.users_errors import users_code
 
 if TYPE_CHECKING:
     import torch
-
-
-class _EnoughError(BaseException):
-    """Raised by a hook once the readout is in hand: what comes after (head, loss) is not needed."""
 
 
 class Probe:
@@ -88,7 +86,7 @@ class Probe:
 
         torch.set_rng_state(self._random)
         self.num_forward += 1
-        with contextlib.suppress(_EnoughError), torch.set_grad_enabled(grad):
+        with contextlib.suppress(EnoughError), users_code(), torch.set_grad_enabled(grad):
             self.core(*self.call.args, **dict(self.call.kwargs))
         self.stochastic |= not torch.equal(torch.get_rng_state(), self._random)
 
@@ -114,17 +112,40 @@ class Probe:
         import torch
 
         caught: list[torch.Tensor] = []
-        with self.quiet(), self._reading(caught, shape):
+        looked_up: list[int] = []
+        with self.quiet(), self._reading(caught, shape), self._counting(looked_up):
             self.core.eval()
-            with contextlib.suppress(_EnoughError), torch.no_grad():
+            with contextlib.suppress(EnoughError), users_code(), torch.no_grad():
                 self.core(*arguments[0], **arguments[1])
         hidden = as_hidden(caught[-1], *shape) if caught else None
         if hidden is None:
             raise CannotLook(f"{self.readout.name} gives no hidden states of {shape[1]} positions when a text is run alone")
+        if caught[-1].dim() == 3 and caught[-1].shape[1] > shape[1] and shape[0] * shape[1] not in looked_up:
+            # Which of them are the text's own: the last, behind virtual tokens, or the first, before pads of the model's own?
+            raise CannotLook(f"the model fills a text of {shape[1]} tokens up by itself, to {caught[-1].shape[1]} positions")
         return hidden.detach().float().cpu()
 
+    @contextlib.contextmanager
+    def _counting(self, looked_up: list[int]) -> Iterator[None]:
+        """How many ids each look-up takes."""
+
+        def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            looked_up.extend(a.numel() for a in args[:1])
+
+        handles = [table.register_forward_pre_hook(hook) for table in self.tables]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def gradient(self, targets: list[tuple[int, int]]) -> torch.Tensor:
-        """L2 norms [B, T] of d (sum over targets of r · H[target]) / d embedding output, r random of norm 1. One backward."""
+        """L2 norms [B, T] of d (sum over targets of r · H[target]) / d embedding output, r random of norm 1. One forward, one
+        backward."""
+        return self.gradients([targets])[0]
+
+    def gradients(self, groups: list[list[tuple[int, int]]]) -> list[torch.Tensor]:
+        """The same for each group of targets. One forward for all of them, one backward each."""
         import torch
 
         caught: list[torch.Tensor] = []
@@ -134,17 +155,22 @@ class Probe:
             hidden = self._shaped(caught, detach=False)
             if not leaves or not hidden.requires_grad:
                 raise CannotLook("no gradient flows from the hidden states to the input embedding")
-            direction = torch.randn(hidden.shape[-1], generator=self._generator).to(hidden)
-            direction = direction / direction.norm()
-            with torch.enable_grad():
-                total = torch.stack([hidden[b, t] @ direction for b, t in targets]).sum()
-            total.backward()  # type: ignore[no-untyped-call]
-        self.num_backward += 1
-        norms = torch.zeros(self._layout)
-        for leaf in leaves:
-            if leaf.grad is not None:
-                norms += leaf.grad.detach().double().reshape(*self._layout, -1).norm(dim=-1).float().cpu()
-        return self._turn(norms)
+            found = []
+            for left, targets in zip(range(len(groups))[::-1], groups, strict=True):
+                direction = torch.randn(hidden.shape[-1], generator=self._generator).to(hidden)
+                direction = direction / direction.norm()
+                with torch.enable_grad():
+                    total = torch.stack([hidden[b, t] @ direction for b, t in targets]).sum()
+                with users_code():
+                    total.backward(retain_graph=left > 0)  # type: ignore[no-untyped-call]
+                self.num_backward += 1
+                norms = torch.zeros(self._layout)
+                for leaf in leaves:
+                    if leaf.grad is not None:
+                        norms += leaf.grad.detach().double().reshape(*self._layout, -1).norm(dim=-1).float().cpu()
+                    leaf.grad = None
+                found.append(self._turn(norms))
+        return found
 
     @contextlib.contextmanager
     def _feeding(self, replaced_BT: torch.Tensor | None) -> Iterator[None]:
@@ -178,12 +204,12 @@ class Probe:
 
     @contextlib.contextmanager
     def _leaves(self, leaves: list[torch.Tensor]) -> Iterator[None]:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not self._is_mine(args[0] if args else None):
                 return None
-            leaf = output.detach().clone().requires_grad_(True)
+            leaf = vectors(output).detach().clone().requires_grad_(True)
             leaves.append(leaf)
-            return leaf.clone()  # some models scale the embeddings in place, which a leaf forbids
+            return with_vectors(output, leaf.clone())  # some models scale the embeddings in place, which a leaf forbids
 
         handles = [table.register_forward_hook(hook) for table in self.tables]
         try:
@@ -199,7 +225,7 @@ class Probe:
 
         def before(m: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             caught.append(args[0] if args else next(iter(kwargs.values())))
-            raise _EnoughError
+            raise EnoughError
 
         def after(m: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             tensor = hidden_tensor(output, batch, time)

@@ -31,7 +31,7 @@ def influence_of(
     """Join the sessions (the user's mode first; `plain` without perturbed parameters) into one fact."""
     paid = sessions if plain in sessions else [*sessions, plain]
     first = sessions[0]
-    swaps = _strongest([s.swaps.readings(s.floor) for s in sessions])
+    swaps = _strongest([{r: x for r, x in s.swaps.readings(s.floor).items() if _tells(s, x, first)} for s in sessions])
     gradients = _strongest([s.gradients.readings(0.0) for s in sessions])
     past, num_past = power(first.swaps, first.floor)
     if not num_past:
@@ -41,7 +41,7 @@ def influence_of(
     future = [r for r in (swaps.get(Region.FUTURE), gradients.get(Region.FUTURE)) if r is not None]
     return Influence(
         matrix_ST=matrix, matrix_example=example, readings=swaps, gradient_readings=gradients,
-        trained_future=_worst([s.swaps.reading(Region.FUTURE, s.swaps.trained_future, s.floor) for s in sessions]),
+        trained_future=_worst([x for s in sessions if _tells(s, x := _trained(s), first)]),
         trained_future_gradient=_worst(
             [s.gradients.reading(Region.FUTURE, s.gradients.trained_future, 0.0) for s in sessions]
         ),
@@ -62,6 +62,15 @@ def influence_of(
         num_backward=sum(s.probe.num_backward for s in paid), separators=_separators(first, batch),
         reasons=tuple(dict.fromkeys(r for s in sessions for r in s.reasons)),
     )  # fmt: skip
+
+
+def _tells(session: Session, reading: Reading, first: Session) -> bool:
+    """False for what a mode noisier than the user's own shows below its own floor: it is judged by the first session's."""
+    return session is first or session.floor <= first.floor or reading.num_above > 0
+
+
+def _trained(session: Session) -> Reading:
+    return session.swaps.reading(Region.FUTURE, session.swaps.trained_future, session.floor)
 
 
 def _blind(near: list[tuple[bool, int, int]]) -> tuple[int, int] | None:
@@ -146,8 +155,8 @@ def _separators(session: Session, batch: BatchFacts | Missing) -> tuple[tuple[in
     """EOS or BOS tokens in the middle of an example without an announced boundary, across which a later position was seen to see."""
     import numpy as np
 
-    if not isinstance(batch, BatchFacts) or batch.document_BT is not None:
-        return ()
+    if not isinstance(batch, BatchFacts) or batch.document_BT is not None or session.probe.num_streams > 1:
+        return ()  # what an encoder-decoder's decoder starts and ends with separates nothing
     marks = {i for i in (*batch.eos_ids, batch.bos_id) if i is not None}
     at = session.at
     inner = at.real.copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -53,10 +54,14 @@ class Session:
         """Examples with at least two real positions."""
         return [b for b in range(self.at.ids.shape[0]) if int(self.at.real[b].sum()) > 1]
 
-    def changed(self, where_BT: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Changes [B, T] after ordinary tokens were put where `where_BT`. One forward."""
+    def changed(self, where_BT: NDArray[np.bool_], blocks: Sequence[Block] = ()) -> NDArray[np.float64]:
+        """Changes [B, T] after ordinary tokens were put where `where_BT`, one and the same in `blocks` that ask for it. One
+        forward."""
         self.seed += 1
         ids_BT = replacements(self.at, where_BT, self.probe.tables, self.special, self.seed)
+        for block in blocks:
+            if block.alike:
+                ids_BT[block.example, block.start : block.stop] = int(ids_BT[block.example, block.start])
         return changes(self.probe.hidden(ids_BT), self.probe.base)
 
     def swap(self, blocks: list[Block], *, across: bool) -> None:
@@ -68,7 +73,7 @@ class Session:
         where_BT = np.zeros(self.at.ids.shape, dtype=bool)
         for block in blocks:
             where_BT[block.example, block.start : block.stop] = True
-        change_BT = self.changed(where_BT)
+        change_BT = self.changed(where_BT, blocks)
         add_swap(self.swaps, self.at, change_BT, blocks, across=across)
         self.swap_rows += [(block, change_BT[block.example]) for block in blocks]
 
@@ -85,9 +90,10 @@ class Session:
                 found.append(block)
         return found
 
-    def tails(self, examples: list[int], probe: int) -> list[Block]:
-        """Blocks that reach to the end of their document: whether a discrete choice tips over is chance, so change all there is."""
-        return [replace(b, stop=document_stop(self.at, b.example, b.start)) for b in self.blocks(examples, probe)]
+    def tails(self, examples: list[int], probe: int, *, alike: bool) -> list[Block]:
+        """Blocks that reach to the end of their document: whether a discrete choice tips over is chance, so change all there is.
+        `alike`: by one token each, because the scores of many different ones even out."""
+        return [replace(b, stop=document_stop(self.at, b.example, b.start), alike=alike) for b in self.blocks(examples, probe)]
 
     def pads(self) -> None:
         """Replace every PAD token (of one example if examples see each other) and read the real positions."""
@@ -130,17 +136,24 @@ class Session:
             for t in self.at.real[b].nonzero()[0].tolist():
                 self.swaps.add(Region.PADDING, float(change_BT[b, t]), source, (b, t))
 
-    def gradient(self, targets: list[tuple[int, int]]) -> None:
-        """One backward from these targets, at most one an example; without a gradient only the swaps remain."""
-        if not targets:
+    def gradient(self, *groups: list[tuple[int, int]]) -> None:
+        """One backward from each group of targets, at most one an example in a group; without a gradient only swaps remain."""
+        wanted = [targets for targets in groups if targets]
+        if not wanted:
             return
         try:
-            norm_BT = self.probe.gradient(targets).double().numpy()
+            found = self.probe.gradients(wanted)
         except (RuntimeError, CannotLook, NotImplementedError) as error:
-            self.reasons.append(f"no gradient reading: {' '.join(str(error).split())[:160]}")
+            if len(wanted) > 1:  # a graph that cannot be gone through twice
+                for targets in wanted:
+                    self.gradient(targets)
+            else:
+                self.reasons.append(f"no gradient reading: {' '.join(str(error).split())[:160]}")
             return
-        add_gradient(self.gradients, self.at, norm_BT, targets)
-        self.gradient_rows += [((b, t), norm_BT[b]) for b, t in targets]
+        for targets, norms in zip(wanted, found, strict=True):
+            norm_BT = norms.double().numpy()
+            add_gradient(self.gradients, self.at, norm_BT, targets)
+            self.gradient_rows += [((b, t), norm_BT[b]) for b, t in targets]
 
     def targets(self, examples: list[int], probe: int) -> list[tuple[int, int]]:
         """One trained position an example with tokens of its document on both sides where there are such."""

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.instruments.live.calling import LiveCall, is_varied
 from ghoststep.instruments.live.influence_attention import AttentionSeen, watch_attention
+from ghoststep.instruments.live.outputs import vectors
 
 if TYPE_CHECKING:
     import torch
+
+
+class EnoughError(BaseException):
+    """Raised by a hook once the readout is in hand: what comes after (head, loss) is not needed. The run suppresses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,7 @@ class _Noted:
             if isinstance(given, torch.Tensor) and not given.is_floating_point() and isinstance(weight, torch.Tensor):
                 if weight.dim() == 2 and given.dim() in (1, 2):
                     ids, rows = given.detach().cpu().long(), int(weight.shape[0])
-                    plain = module is self.call.embedding or _are_rows(weight, given, output)
+                    plain = module is self.call.embedding or _are_rows(weight, given, vectors(output))
                     self.look_ups.append(LookUp(module=module, ids=ids, num_rows=rows, is_plain=plain))
             elif module is self.call.head:
                 self.heads.append(given.detach() if isinstance(given, torch.Tensor) else output)
@@ -117,6 +122,15 @@ class _Noted:
                 self.last = self.last if hidden is None else (name, module, hidden)
 
         return note
+
+    def at_head(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Stop before the head, the last and often the largest product, where its only call takes every position."""
+        import torch
+
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(given, torch.Tensor) and any(as_hidden(given, *size) is not None for size in self.sizes):
+            self.heads.append(given.detach())
+            raise EnoughError
 
     def hidden(self, output: Any) -> torch.Tensor | None:
         """The [B, T, D] of an output, for whichever look-up it belongs to (a decoder's before its encoder's)."""
@@ -128,12 +142,15 @@ class _Noted:
 
 
 def survey(core: torch.nn.Module, run: Callable[[], None], call: LiveCall) -> Survey:
-    """The first pass: which tables are looked up, the hidden states at the best place to read them, what attention sees."""
+    """The first pass, as far as the head: which tables are looked up, the hidden states at the best place to read them, what
+    attention sees. `run` suppresses `EnoughError`."""
     import torch
 
     noted = _Noted(call)
     handles = [module.register_forward_hook(noted.hook(name)) for name, module in core.named_modules() if name]
     handles.append(core.register_forward_hook(lambda m, a, o: noted.outputs.append(o)))
+    if call.head is not None and len(call.head_inputs) == 1:
+        handles.append(call.head.register_forward_pre_hook(noted.at_head, with_kwargs=True))
     try:
         with watch_attention(*noted.sizes[0]) as attention:
             run()

@@ -17,6 +17,7 @@ from ghoststep.evidence.rows import InputRows, OutputRows
 from ghoststep.instruments.declared import from_config
 from ghoststep.instruments.live.calling import LiveCall, unwrap
 from ghoststep.instruments.live.table_signal import head_of
+from ghoststep.instruments.live.untouched import need_made
 from ghoststep.instruments.tables import measure_rows
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
@@ -87,6 +88,7 @@ def tensor_info(name: str, weight: torch.Tensor, setup: Setup) -> TensorInfo:
 @instrument
 def live_stored_tensors(setup: Setup) -> StoredTensors:
     """Names, shapes and dtypes of the parameters and saved buffers; a shared one is listed once."""
+    need_made(setup.model)
     core, _ = unwrap(setup.model)
     named: dict[str, torch.Tensor] = dict(core.named_parameters())
     kept = set(core.state_dict(keep_vars=True))

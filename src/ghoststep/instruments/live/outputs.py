@@ -40,7 +40,24 @@ def find_logits(output: Any, num_classes: int | None) -> tuple[tuple[str | int, 
     return (), None
 
 
-def shape_of(value: Any) -> str:
-    """ "a Tensor of shape (4, 16)", for messages."""
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+def num_places(model: torch.nn.Module) -> int:
+    """How many tensors `forward` takes by place."""
+    import inspect
+
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 1 << 16
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def vectors(output: Any) -> Any:
+    """The rows that a look-up gives, where it gives them alone or first in a tuple (with the scale of a quantised table)."""
+    import torch
+
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, torch.Tensor) else output
+
+
+def with_vectors(output: Any, new: torch.Tensor) -> Any:
+    """The same output with other rows."""
+    return (new, *output[1:]) if isinstance(output, tuple) else new

@@ -14,6 +14,7 @@ from ghoststep.instruments.live.snapshot import _copy_schedule, _restore_schedul
 from ghoststep.instruments.live.untouched import untouched
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
+from ghoststep.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,7 @@ def saved_state(setup: Setup) -> SavedState:
     kept = {name: p.detach().clone() for name, p in trainable.items()}
     generator = torch.Generator().manual_seed(20)
     try:
-        with untouched(setup.model), tempfile.TemporaryDirectory(prefix="ghoststep_") as folder:
+        with untouched(setup), tempfile.TemporaryDirectory(prefix="ghoststep_") as folder:
             with torch.no_grad():
                 for p in trainable.values():
                     p.add_(
@@ -99,7 +100,7 @@ def saved_state(setup: Setup) -> SavedState:
                 raise CannotLook(f"save or load raised {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
             return _compare(trainable, kept, loaded)
     finally:
-        with torch.no_grad():
+        with undisturbed(), torch.no_grad():
             for name, p in trainable.items():
                 p.copy_(kept[name])
 

@@ -8,8 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook
+from ghoststep.instruments.live.kept_attributes import put_value
+from ghoststep.instruments.live.kept_batches import copy_state, restore_state
 from ghoststep.instruments.live.optimizers import Held
-from ghoststep.instruments.live.untouched import _copy_state, _equal_bits, _restore_state, untouched
+from ghoststep.instruments.live.side_state import side_state
+from ghoststep.instruments.live.untouched import untouched
+from ghoststep.subjects.setup import Setup
+from ghoststep.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     import torch
@@ -20,40 +25,40 @@ _SPARE_FRACTION = 0.8
 
 @contextlib.contextmanager
 def real_steps(
-    model: torch.nn.Module, all_held: Held, scheduler: Any = None, scaler: Any = None
+    subject: torch.nn.Module | Setup, all_held: Held, scheduler: Any = None, scaler: Any = None
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Inside, real optimizer steps may be taken; yields the values before, by `id` of the tensor.
 
     Restored on leaving, also after an exception: what `untouched` restores, the values and gradients of the model's and the
     optimizer's tensors, the optimizers' state and hyperparameters, scheduler and scaler. Cost: one copy of all of these.
     """
-    import torch
 
+    model = subject.model if isinstance(subject, Setup) else subject
     tensors = _all_tensors(model, all_held)
     mine = {id(p) for p in model.parameters()}
     outside = [t for t in tensors if id(t) not in mine]
     gradients = [t.grad for t in outside]
     before = {id(t): t.detach().clone() for t in tensors}
-    states = [_copy_state(o) for o in all_held.optimizers]
-    flags = [{k: v for k, v in vars(o).items() if isinstance(v, (bool, int, float))} for o in all_held.optimizers]
+    states = [copy_state(o) for o in all_held.optimizers]
     schedule, scale = _copy_schedule(scheduler), _copy_scaler(scaler)
     try:
-        with untouched(model):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(untouched(subject))
+            if isinstance(subject, Setup):
+                stack.enter_context(side_state(subject, (subject.train_step, subject.loss_fn)))
             for t in outside:
                 t.grad = None
             yield before
     finally:
-        with torch.no_grad():
+        with undisturbed():
             for t in tensors:
-                if not _equal_bits(t, before[id(t)]):
-                    t.copy_(before[id(t)])
-        for t, gradient in zip(outside, gradients, strict=True):
-            t.grad = gradient
-        for optimizer, state, flag in zip(all_held.optimizers, states, flags, strict=True):
-            _restore_state(optimizer, state)
-            vars(optimizer).update(flag)
-        _restore_schedule(scheduler, schedule)
-        _restore_scaler(scaler, scale)
+                put_value(t, before[id(t)])
+            for t, gradient in zip(outside, gradients, strict=True):
+                t.grad = gradient
+            for optimizer, state in zip(all_held.optimizers, states, strict=True):
+                restore_state(optimizer, state)
+            _restore_schedule(scheduler, schedule)
+            _restore_scaler(scaler, scale)
 
 
 def _all_tensors(model: torch.nn.Module, all_held: Held) -> list[torch.Tensor]:
@@ -142,7 +147,8 @@ def _copy_scaler(scaler: Any) -> dict[str, Any] | None:
         return None
     fields = {k: v for k, v in vars(scaler).items() if k not in ("_per_optimizer_states",)}
     values = {k: v.clone() for k, v in fields.items() if isinstance(v, torch.Tensor)}
-    return {"fields": fields, "values": values}
+    stages = {k: copy.copy(v) for k, v in getattr(scaler, "_per_optimizer_states", {}).items()}
+    return {"fields": fields, "values": values, "stages": stages}
 
 
 def _restore_scaler(scaler: Any, saved: dict[str, Any] | None) -> None:
@@ -153,6 +159,7 @@ def _restore_scaler(scaler: Any, saved: dict[str, Any] | None) -> None:
         getattr(scaler, key).copy_(value)
     if hasattr(scaler, "_per_optimizer_states"):
         scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update(saved["stages"])
 
 
 def unique_tensors(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:

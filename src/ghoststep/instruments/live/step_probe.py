@@ -7,30 +7,35 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook
+from ghoststep.evidence.base import Missing
 from ghoststep.evidence.training import LiveWiring, ParameterSteps, RowSteps, StepProbe
-from ghoststep.instruments.live.calling import compute_loss, eager, unwrap
+from ghoststep.instruments.live.calling import LiveCall, compute_loss, eager, unwrap
+from ghoststep.instruments.live.kept_batches import fresh
 from ghoststep.instruments.live.optimizers import Held, held, number
 from ghoststep.instruments.live.snapshot import need_room, real_steps, unique_tensors
 from ghoststep.instruments.live.step_watch import StepWatch, TensorTrace
+from ghoststep.instruments.live.users_errors import as_it_is, required, users_code
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
 
 if TYPE_CHECKING:
     import torch
 
-NUM_STEPS = 3
-"""The first step of a warm-up has learning rate 0, and gradients left over show at the second."""
+ENOUGH_STEPS, NUM_STEPS = 2, 3
+"""Gradients left over show at the second step. A third where the second still had learning rate 0 (a warm-up), or with a scaler
+(it may skip the first ones)."""
 MAX_CALLS = 12
+TYPICAL_OF = 1 << 16
 AHEAD = 64
 """Scheduler steps looked ahead: does the learning rate ever leave 0?"""
 
 
 @instrument
-def step_probe(setup: Setup, wiring: LiveWiring) -> StepProbe:
-    """Run the user's train_step (or zero_grad, loss, backward, clip, step) three times or over two accumulation windows.
+def step_probe(setup: Setup, wiring: LiveWiring, call: LiveCall | Missing) -> StepProbe:
+    """Run the user's train_step (or zero_grad, loss, backward, clip, step) two or three times or over two accumulation windows.
 
-    Batches are used in turn. Parameters, optimizer, scheduler, scaler, randomness and modes are put back bit for bit; what a
-    train_step keeps elsewhere (a counter, an average of weights) is not known here and is not. `CannotLook` without optimizer
+    Batches are used in turn. Parameters, optimizer, scheduler, scaler, randomness and modes are put back bit for bit, and what
+    train_step and loss_fn keep beside them (a counter, an average of weights; see `side_state`). `CannotLook` without optimizer
     or batch, with `--fast`, where copies do not fit, and when the user's code raises.
     Cost: that many training steps and one copy of parameters and optimizer state.
     """
@@ -41,6 +46,8 @@ def step_probe(setup: Setup, wiring: LiveWiring) -> StepProbe:
         raise CannotLook("the setup has no batch")
     if setup.fast:
         raise CannotLook("--fast takes no optimizer steps")
+    if isinstance(call, Missing) and call.cannot_run:
+        raise CannotLook(call.reason)
     if not wiring.grad_mode_before:
         raise CannotLook(wiring.gradient_reason)
     if setup.train_step is None and wiring.gradient_reason:
@@ -67,7 +74,7 @@ class _Probe:
 
         setup, scheduler = self.setup, self.setup.scheduler
         tables = frozenset(id(self.parameters[t.parameter]) for t in self.wiring.tables)
-        with real_steps(setup.model, self.held, scheduler, setup.scaler) as before:
+        with real_steps(setup, self.held, scheduler, setup.scaler) as before:
             watch = StepWatch(self.held, self.tensors, tables)
             scale_before, count_before = _scale(setup.scaler), _count(scheduler)
             try:
@@ -101,52 +108,61 @@ class _Probe:
         setup = self.setup
         wanted = min(max(NUM_STEPS, 2 * setup.accumulation_steps), MAX_CALLS)
         for i in range(MAX_CALLS):
-            if len(watch.steps) >= NUM_STEPS:
-                break  # one call does a whole accumulation window
+            if len(watch.steps) >= (ENOUGH_STEPS if self._is_enough(watch) else NUM_STEPS):
+                break  # before `wanted` too: one call may do a whole accumulation window
             if i >= wanted and (watch.steps or setup.scaler is not None):
                 break  # beyond that only a train_step that has not stepped yet: it may accumulate without saying so
             watch.calls_since_step += 1
             self.num_calls += 1
-            batch = setup.batches[i % len(setup.batches)]
-            try:
-                with eager():
-                    if setup.train_step is not None:
-                        setup.train_step(setup.model, setup.optimizer, batch)
-                    else:
-                        self._own_step(batch)
-            except CannotLook:
-                raise
-            except Exception as error:
-                text = " ".join(str(error).split())[:200]
-                raise CannotLook(f"train_step raised {type(error).__name__} at call {i + 1}: {text}") from error
+            number = i % len(setup.batches)
+            with eager():
+                if setup.train_step is not None:
+                    with as_it_is(setup, f"your train_step (call {i + 1})", number=number):
+                        setup.train_step(setup.model, setup.optimizer, fresh(setup.batches[number]))
+                else:
+                    with users_code():
+                        self._own_step(number)
 
-    def _own_step(self, batch: Any) -> None:
+    def _is_enough(self, watch: StepWatch) -> bool:
+        """The last step trained something, and every step so far came with a call: none was skipped or accumulated unsaid."""
+        is_moving = bool(watch.steps) and any(lr > 0 or math.isnan(lr) for lr in watch.steps[-1].lrs)
+        return is_moving and self.setup.scaler is None and len(watch.steps) >= self.num_calls / self.setup.accumulation_steps
+
+    def _own_step(self, number: int) -> None:
         import torch
 
         setup = self.setup
         for optimizer in self.held.optimizers:
             optimizer.zero_grad()
-        loss = compute_loss(setup, batch)
+        with as_it_is(setup, number=number):
+            loss = compute_loss(setup, setup.batches[number])
         (loss if setup.scaler is None else setup.scaler.scale(loss)).backward()
         for optimizer in self.held.optimizers:
             if setup.scaler is not None:
                 setup.scaler.unscale_(optimizer)
             if setup.max_grad_norm is not None and setup.max_grad_norm > 0:
                 torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], setup.max_grad_norm)
-            optimizer.step() if setup.scaler is None else setup.scaler.step(optimizer)
+            if required(optimizer.step):
+                raise CannotLook(f"{type(optimizer).__name__}.step wants a closure: give train_step(model, optimizer, batch)")
+            with as_it_is(setup, f"{type(optimizer).__name__}.step", number=number):
+                optimizer.step() if setup.scaler is None else setup.scaler.step(optimizer)
         if setup.scaler is not None:
             setup.scaler.update()
-        if setup.scheduler is not None:
-            setup.scheduler.step()
+        if setup.scheduler is not None:  # one that watches a metric gets the loss
+            wants = required(getattr(setup.scheduler, "scheduler", setup.scheduler).step)
+            setup.scheduler.step(*([loss.detach()] if wants else []))
 
     def _table_names(self) -> Sequence[str]:
         return [t.parameter for t in self.wiring.tables]
 
     def _parameter(self, group: int, t: torch.Tensor, watch: StepWatch, old: torch.Tensor) -> ParameterSteps:
+        import torch
+
         trace: TensorTrace = watch.traces[id(t)]
         changed = t.detach() != old
-        lost = int((trace.pushed & ~changed).sum()) if trace.pushed is not None else 0
-        difference = (t.detach() - old).abs().max() if bool(changed.any()) else 0.0
+        num_changed = int(changed.count_nonzero())
+        lost = int((trace.pushed & ~changed).count_nonzero()) if trace.pushed is not None else 0
+        difference = torch.linalg.vector_norm(t.detach() - old, ord=math.inf) if num_changed else 0.0
         return ParameterSteps(
             name=self.names[id(t)],
             dtype=str(t.dtype).removeprefix("torch."),
@@ -154,13 +170,13 @@ class _Probe:
             norms=tuple(trace.norms),
             num_elements=t.numel(),
             num_pushed=trace.num_pushed,
-            num_changed=int(changed.sum()),
+            num_changed=num_changed,
             num_lost=lost,
             max_change=float(difference),
             leftover=trace.leftover,
             largest_gradient=max((n for n in trace.norms if math.isfinite(n)), default=0.0),
-            typical_value=float(old.detach().float().abs().median()) if t.numel() else 0.0,
-            kept_state=self._keeps_more(t),
+            typical_value=_typical(old),
+            kept_state=watch.draws_random or self._keeps_more(t),
         )
 
     def _keeps_more(self, t: torch.Tensor) -> bool:
@@ -196,6 +212,13 @@ class _Probe:
         return tuple(
             name for name, p in self.parameters.items() if id(p) not in inside and not torch.equal(p.detach(), before[id(p)])
         )
+
+
+def _typical(values: torch.Tensor) -> float:
+    """The median magnitude of at most `TYPICAL_OF` elements, evenly spread; 0 of none."""
+    flat = values.detach().reshape(-1)
+    few = flat[:: max(1, flat.numel() // TYPICAL_OF)]
+    return float(few.float().abs().median()) if few.numel() else 0.0
 
 
 def _num_skipped(setup: Setup, scales: tuple[float, float] | None, num_calls: int, num_steps: int) -> int:

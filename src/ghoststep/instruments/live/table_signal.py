@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.evidence.base import Missing
 from ghoststep.evidence.training import PaddingRow, TableSignal
 from ghoststep.instruments.live.calling import LiveCall
+from ghoststep.instruments.live.outputs import vectors
 from ghoststep.subjects.setup import Setup
 
 if TYPE_CHECKING:
@@ -14,10 +16,15 @@ if TYPE_CHECKING:
 
 
 class SignalWatch:
-    """Keeps, for each look-up of the input embedding, the ids and whether a gradient came back to each position."""
+    """Keeps, for each look-up of the input embedding, the ids and whether a gradient came back to each position.
+
+    dropped: the sum [D] of the gradients at positions that hold `padding_idx`: what the embedding throws away.
+    """
 
     def __init__(self, call: LiveCall | Missing) -> None:
         self.look_ups: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self.dropped: list[torch.Tensor] = []
+        self._index = None if isinstance(call, Missing) else getattr(call.embedding, "padding_idx", None)
         self._handles: list[Any] = []
         if not isinstance(call, Missing) and call.embedding is not None:
             self._handles.append(call.embedding.register_forward_hook(self._hook, with_kwargs=True))
@@ -25,13 +32,19 @@ class SignalWatch:
     def _hook(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         import torch
 
-        ids = args[0] if args else next(iter(kwargs.values()), None)
+        ids, output = args[0] if args else next(iter(kwargs.values()), None), vectors(output)
         if not isinstance(ids, torch.Tensor) or not isinstance(output, torch.Tensor) or not output.requires_grad:
             return
         seen: list[torch.Tensor] = []
         self.look_ups.append((ids.detach(), seen))
-        # Scaled multipliers of a batch aside, a position without any gradient is one that nothing in the loss looks at.
-        output.register_hook(lambda g: seen.append((g.detach() != 0).any(dim=-1)))  # type: ignore[no-untyped-call]
+
+        def note(gradient: torch.Tensor) -> None:
+            # Scaled multipliers of a batch aside, a position without any gradient is one that nothing in the loss looks at.
+            seen.append((gradient.detach() != 0).any(dim=-1))
+            if self._index is not None and gradient.shape[:-1] == ids.shape:
+                self.dropped.append(gradient.detach()[ids == self._index].float().sum(dim=0))
+
+        output.register_hook(note)  # type: ignore[no-untyped-call]
 
     def signals(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """ids and bool "a gradient came back", of one shape, one a look-up whose backward ran."""
@@ -98,14 +111,36 @@ def padding_row(setup: Setup, call: LiveCall | Missing, watch: SignalWatch) -> P
     num_real, place = 0, None
     for ids, signal in watch.signals():
         real = (ids == index) & signal
-        has_mask = getattr(attended, "shape", None) == ids.shape
+        has_mask = getattr(attended, "shape", None) == ids.shape and _is_first_text(ids, setup.batches[0])
         real = real & (attended != 0 if has_mask else _not_trailing(ids == index))
         if bool(real.any()) and place is None and real.dim() == 2:
             first = real.nonzero()[0]
             place = int(first[0]), int(first[1])
         num_real += int(real.sum())
     zero = bool((weight.detach()[index] == 0).all())
-    return PaddingRow(module=call.embedding_name, index=int(index), num_real=num_real, place=place, row_is_zero=zero)
+    return PaddingRow(
+        module=call.embedding_name, index=int(index), num_real=num_real, place=place, row_is_zero=zero,
+        gradient_error=_gradient_error(weight.grad, int(index), watch),
+    )  # fmt: skip
+
+
+def _gradient_error(gradient: Any, index: int, watch: SignalWatch) -> float:
+    """Norm of what the embedding dropped of the row's gradient, over the norm of the whole (1 if nothing of it is left)."""
+    if not watch.dropped or gradient is None:
+        return 1.0
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    dense = getattr(dense, "full_tensor", lambda: dense)()
+    dropped = sum(watch.dropped[1:], watch.dropped[0])
+    whole = float((dropped + dense[index].detach().float()).norm())
+    return float(dropped.norm()) / whole if whole > 0 else 1.0
+
+
+def _is_first_text(ids: torch.Tensor, batch: Mapping[str, Any]) -> bool:
+    """False for another text of the batch (a pair's second, a decoder's), which `attention_mask` does not speak of."""
+    import torch
+
+    given = batch.get("input_ids")
+    return not isinstance(given, torch.Tensor) or torch.equal(given.cpu(), ids.cpu())
 
 
 def _not_trailing(is_pad: torch.Tensor) -> torch.Tensor:

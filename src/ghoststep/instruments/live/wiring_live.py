@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ghoststep.errors import CannotLook
+from ghoststep.errors import CannotLook, SetupCannotRun
 from ghoststep.evidence.base import Missing
 from ghoststep.evidence.training import Gradient, LiveWiring, Orphan, ParameterFacts
 from ghoststep.instruments.live.calling import LiveCall, compute_loss, eager, unwrap
 from ghoststep.instruments.live.gradient_cut import CutFacts, ModuleUses, find_cuts
 from ghoststep.instruments.live.optimizers import Held, group_facts, held, holds_copies
+from ghoststep.instruments.live.step_watch import norm_of_values
 from ghoststep.instruments.live.table_signal import SignalWatch, head_of, padding_row, table_signals
 from ghoststep.instruments.live.untouched import untouched
+from ghoststep.instruments.live.users_errors import as_it_is
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
 
@@ -59,12 +61,13 @@ def live_wiring(setup: Setup, call: LiveCall | Missing) -> LiveWiring:
         undecided=found.cuts.undecided,
         tables=found.tables,
         padding_row=found.padding,
-        head=_head_name(call, named),
+        head=_name_of(None if isinstance(call, Missing) else head_of(call), named),
+        embedding=_name_of(None if isinstance(call, Missing) else call.embedding, named),
     )  # fmt: skip
 
 
-def _head_name(call: LiveCall | Missing, named: list[tuple[str, torch.nn.Parameter]]) -> str:
-    weight = None if isinstance(call, Missing) else getattr(head_of(call), "weight", None)
+def _name_of(module: torch.nn.Module | None, named: list[tuple[str, torch.nn.Parameter]]) -> str:
+    weight = getattr(module, "weight", None)
     return next((name for name, p in named if weight is not None and p is weight), "")
 
 
@@ -91,6 +94,8 @@ class _Backward:
             self.reason = "the setup has no batch"
         elif not self.mode_before:
             self.reason = "gradient mode is off (torch.set_grad_enabled(False) or no_grad was left on)"
+        elif isinstance(call, Missing) and call.cannot_run:
+            self.reason = call.reason
         else:
             self._run(setup, call, named)
         self.orphans = tuple(
@@ -106,11 +111,14 @@ class _Backward:
         kept = [t.grad for _, t in self._outside]
         uses, signal = ModuleUses(setup.model), SignalWatch(call)
         try:
-            with untouched(setup.model), eager():
+            with untouched(setup), eager():
                 for _, t in self._outside:
                     t.grad = None
                 try:
-                    loss = compute_loss(setup, setup.batches[0])
+                    with as_it_is(setup):
+                        loss = compute_loss(setup, setup.batches[0])
+                except SetupCannotRun:
+                    raise
                 except CannotLook as reason:
                     self.reason = str(reason)
                     return
@@ -119,7 +127,8 @@ class _Backward:
                 if not loss.requires_grad:
                     self.reason = "the loss does not require a gradient: backward() would raise"
                     return
-                loss.backward()  # type: ignore[no-untyped-call]
+                with as_it_is(setup, "backward() of your loss"):
+                    loss.backward()  # type: ignore[no-untyped-call]
                 for name, p in named:
                     if p.requires_grad:
                         self.gradients[name] = gradient_state(p.grad)
@@ -136,14 +145,12 @@ class _Backward:
 
 
 def gradient_state(gradient: torch.Tensor | None) -> tuple[Gradient, float]:
-    """What a gradient is, and its float64 L2 norm (inf or NaN where it is not finite)."""
-    import torch
-
+    """What a gradient is, and its L2 norm (inf or NaN where it is not finite)."""
     if gradient is None:
         return Gradient.NONE, 0.0
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     values = getattr(values, "full_tensor", lambda: values)()
-    norm = float(torch.linalg.vector_norm(values.detach(), dtype=torch.float64)) if values.numel() else 0.0
+    norm = norm_of_values(values)
     if not math.isfinite(norm):
         return Gradient.NONFINITE, norm
     if norm == 0.0:

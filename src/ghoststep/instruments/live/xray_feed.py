@@ -54,21 +54,47 @@ def feeding(
     shapes = {tuple(s) for s in grid} | {tuple(reversed(s)) for s in grid}
     wanted = {id(m) for m in fed_modules}
     handles: list[Any] = []
+    spared: list[Any] = []
     if embedding is not None:
         handles.append(embedding.register_forward_hook(lambda *_: _count(feeder)))
     for module in core.modules():
         if module is core:
             continue
         if id(module) in wanted:
+            if _is_plain_linear(module):
+                spared.append(module)
             handles.append(module.register_forward_hook(_feed(feeder, fill, keep_dtype)))
         else:
             handles.append(module.register_forward_hook(_follow(feeder, shapes)))
     try:
+        for module in spared:
+            module.forward = _shape_only(module)
         yield feeder
     finally:
+        for module in spared:
+            vars(module).pop("forward", None)
         for handle in handles:
             handle.remove()
         feeder.last_hidden = None
+
+
+def _is_plain_linear(module: torch.nn.Module) -> bool:
+    """Only its output's shape matters once that is replaced, and nobody else sees it before."""
+    import torch
+
+    return type(module) is torch.nn.Linear and "forward" not in vars(module) and not module._forward_hooks
+
+
+def _shape_only(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A forward that spares the product over all classes: zeros of its shape and dtype that take no memory."""
+    import torch
+
+    def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - callers may pass it by this name
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        return torch.zeros((), dtype=dtype, device=input.device).expand(*input.shape[:-1], module.out_features)
+
+    return forward
 
 
 def _count(feeder: Feeder) -> None:
@@ -125,8 +151,8 @@ def _feed(feeder: Feeder, fill: Fill, keep_dtype: bool) -> Callable[..., Any]:
 def places(fed: Fed, grid: Sequence[torch.Size], offsets: Sequence[int], width: int) -> torch.Tensor | None:
     """The position of each row of a fed call, as example * width + position in the stacked batch; None if it cannot be proven.
 
-    A call over [B, T] is the batch itself. Otherwise (chunks, kept positions, flattened, time first) the rows of the
-    module's input are found again, bit for bit, among the last hidden states [B, T, D].
+    A call over [B, T] is the batch itself, one over [B, n, T] has each position n times. Otherwise (chunks, kept positions,
+    flattened, time first) the rows of the module's input are found again, bit for bit, among the last hidden states [B, T, D].
     """
     import torch
 
@@ -136,6 +162,8 @@ def places(fed: Fed, grid: Sequence[torch.Size], offsets: Sequence[int], width: 
     lead = tuple(fed.leaf.shape[:-1])
     if lead == (num_examples, num_positions):
         return own.reshape(-1)
+    if len(lead) == 3 and (lead[0], lead[2]) == (num_examples, num_positions):
+        return own[:, None].expand(lead).reshape(-1)  # a head over several tokens ahead at once
     reference = fed.reference
     if reference is None:
         return None

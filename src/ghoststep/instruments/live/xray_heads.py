@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.instruments.live.calling import LiveCall
+from ghoststep.instruments.live.users_errors import users_code
 from ghoststep.instruments.live.xray_run import frozen, loss_graph
 from ghoststep.subjects.setup import Setup
 
@@ -31,7 +32,8 @@ def heads(setup: Setup, call: LiveCall) -> list[torch.nn.Module]:
     with frozen(setup):
         for m in candidates:
             m.weight.requires_grad_(True)
-        loss = loss_graph(setup, setup.batches[0])
+        with users_code():  # it may call autograd on parameters, which are frozen here
+            loss = loss_graph(setup, setup.batches[0])
         weights = _weights_before_log_softmax(loss, call.num_classes or 0) if loss.requires_grad else set()
     return [m for m in candidates if id(m.weight) in weights] + [main]
 
@@ -48,7 +50,7 @@ def main_head(call: LiveCall) -> torch.nn.Module:
 
 
 def _fits(module: Any, call: LiveCall) -> bool:
-    weight = getattr(module, "weight", None)
+    weight = module._parameters.get("weight")  # reading the attribute may run code (parametrised weights)
     return (
         weight is not None and weight.dim() == 2 and call.num_classes in weight.shape and weight.is_floating_point()
         and module is not call.embedding and not hasattr(module, "num_embeddings") and not any(True for _ in module.children())

@@ -48,21 +48,56 @@ def log_softmax_nodes(loss: torch.Tensor, fewest: int, most: int | None) -> list
         seen.add(node)
         if type(node).__name__ == "LogSoftmaxBackward0":
             result = node._saved_result
-            width = result.shape[_dim(node)]
+            width = result.shape[class_dimension(node)]
             if width >= fewest and (most is None or 0.5 * most <= width <= most):
                 found.append(node)
         queue += [n for n, _ in node.next_functions]
     return found
 
 
-def _dim(node: Any) -> int:
+def class_dimension(node: Any) -> int:
     """The class dimension. torch saves it as an unsigned number: -1 comes back as 2**64 - 1."""
     dim = int(node._saved_dim)
     return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
-def _rows(value: torch.Tensor, node: Any) -> torch.Tensor:
-    return value.movedim(_dim(node), -1).reshape(-1, value.shape[_dim(node)])
+def node_rows(value: torch.Tensor, node: Any) -> torch.Tensor:
+    return value.movedim(class_dimension(node), -1).reshape(-1, value.shape[class_dimension(node)])
+
+
+_LINEAR = frozenset(
+    ("NllLoss", "NllLoss2D", "Sum", "Mean", "Neg", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Transpose",
+     "Permute", "Slice", "Select", "Index", "Gather", "MaskedSelect", "Clone", "ToCopy", "Alias", "Expand", "Add", "Stack", "Cat",
+     "Mul", "Div")
+)  # fmt: skip
+
+
+def is_linear_in(loss: torch.Tensor, nodes: Sequence[Any]) -> bool:
+    """True if the graph itself proves that the loss is linear in these log-softmaxes and depends on nothing else that was fed.
+
+    Then -weight * target is the same for all logits, and a second pass can only repeat the first. Products and quotients count
+    where the other factor is one number; a tensor of factors may have been made from the logits (focal and similar losses).
+    """
+    wanted, seen, queue = set(nodes), set(), [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in wanted or node in seen:
+            continue
+        seen.add(node)
+        kind = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+        below = [n for n, _ in node.next_functions if n is not None]
+        if kind not in _LINEAR or (kind in ("Mul", "Div") and not _scales_by_one_number(node, below)):
+            return False
+        queue += below
+    return True
+
+
+def _scales_by_one_number(node: Any, below: Sequence[Any]) -> bool:
+    try:
+        other = getattr(node, "_saved_other", None)
+    except RuntimeError:  # written into since: torch no longer gives it
+        return False
+    return len(below) == 1 and node.next_functions[0][0] is not None and getattr(other, "numel", lambda: 1)() == 1
 
 
 def read_nodes(
@@ -78,7 +113,7 @@ def read_nodes(
 
     def reader(place: int, node: Any) -> Any:
         def hook(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> None:
-            pull_NV, logp_NV = _rows(grad_outputs[0], node), _rows(node._saved_result, node)
+            pull_NV, logp_NV = node_rows(grad_outputs[0], node), node_rows(node._saved_result, node)
             read = targets(pull_NV, logp_NV)
             masked = None
             if bool((read.num_masked_N > 0).any()):
@@ -86,11 +121,16 @@ def read_nodes(
             found[place] = NodeReading(
                 node=node, num_rows=pull_NV.shape[0], num_classes=pull_NV.shape[1], targets=read, masked_V=masked,
                 sketch_NK=sketch_of(read, pull_NV),
-                passed_on_NK=signature(_rows(grad_inputs[0], node)) if with_order else None,
+                passed_on_NK=signature(node_rows(grad_inputs[0], node)) if with_order else None,
             )  # fmt: skip
 
         return hook
 
+    if len(nodes) == 1 and not with_order:
+        # What arrives at the node is all that is asked: its own backward, three passes over [N, V], is spared.
+        pull = torch.autograd.grad(loss, [torch.autograd.graph.GradientEdge(nodes[0], 0)])
+        reader(0, nodes[0])((), pull)
+        return [found[0]], []
     handles = [node.register_hook(reader(i, node)) for i, node in enumerate(nodes)]
     try:
         grads = torch.autograd.grad(loss, list(leaves), retain_graph=with_order, allow_unused=True)
@@ -240,9 +280,9 @@ def _replace(node: Any, tag: torch.Tensor | None) -> Any:
         given = grad_inputs[0]
         if tag is None:
             return (torch.zeros_like(given),)
-        moved = given.movedim(_dim(node), -1)
+        moved = given.movedim(class_dimension(node), -1)
         put_in = tag.to(given).reshape((*moved.shape[:-1], 1)).expand(moved.shape)
-        return (put_in.movedim(-1, _dim(node)).contiguous(),)
+        return (put_in.movedim(-1, class_dimension(node)).contiguous(),)
 
     return hook
 

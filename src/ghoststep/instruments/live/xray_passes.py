@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING, Any
 from ghoststep.errors import CannotLook
 from ghoststep.instruments.live.xray_feed import Fed, Feeder, Fill, feeding, places
 from ghoststep.instruments.live.xray_logits import Pass, best_scale, read_pass, solve
-from ghoststep.instruments.live.xray_nodes import NodeReading, log_softmax_nodes, read_nodes, rows_by_order, rows_of_leaves
+from ghoststep.instruments.live.xray_nodes import (
+    NodeReading,
+    is_linear_in,
+    log_softmax_nodes,
+    read_nodes,
+    rows_by_order,
+    rows_of_leaves,
+)
+from ghoststep.instruments.live.xray_path import has_softmax_before, positions_of_a_row
 from ghoststep.instruments.live.xray_rows import is_tie
 from ghoststep.instruments.live.xray_run import frozen, loss_graph
 from ghoststep.instruments.live.xray_streams import Rows
-from ghoststep.subjects.setup import Batch, Setup
+from ghoststep.subjects.setup import Setup
+from ghoststep.subjects.setup_batches import Batch
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +35,7 @@ class Look:
     """What is run and fed: the modules whose outputs are replaced, and the grid of positions of the batch.
 
     `hidden`: they give hidden states, not logits. `fewest_classes`: a log-softmax over fewer is not one over the vocabulary.
+    Seen on the way: `softmaxed`: a softmax stands before the log-softmax; `mixed`: see `positions_of_a_row`.
     """
 
     setup: Setup
@@ -38,14 +48,14 @@ class Look:
     hidden: bool = False
     keep_dtype: bool = False
     fewest_classes: int = 2
+    softmaxed: bool = False
+    mixed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
     """Rows with their targets, and how far the loss is from a cross-entropy. `masked_V`: classes without probability.
-
-    `level`: relative differences of weights below it are rounding.
-    """
+    `level`: relative differences of weights below it are rounding."""
 
     rows: list[Rows]
     residual: float
@@ -70,20 +80,19 @@ class NothingFedError(Exception):
 
 
 def read_twice(look: Look, *, once: bool = False) -> Reading:
-    """Feed zeros, then a random direction with the found labels raised. `once`: weights and labels only, residual NaN.
+    """Feed zeros, then a random direction with the found labels raised. `once`: weights and labels only, residual NaN, or 0 where
+    the graph itself proves a cross-entropy (then `fast` spares the second pass too).
 
-    Raises `NothingFedError`; `CannotLook` when rows cannot be placed. Cost: two forwards (one with `once`; three for scaled
-    logits without a log-softmax), no backward through the model; peak memory is that of one forward without activations plus
-    the logits three times, as in a training step.
+    Raises `NothingFedError`; `CannotLook` when rows cannot be placed. Cost: two forwards (one with `once`; three for scaled logits
+    without a log-softmax), no backward through the model; peak memory: a forward without activations and the logits three times.
     """
     first, sketches, leaf_pass = _first(look)
-    if once or not (sketches or leaf_pass):
+    if once or not (sketches or leaf_pass) or (look.setup.fast and first.residual == 0.0):
         return first
     if sketches:
         with frozen(look.setup), _fed(look, _raise_labels(look, first.leaf_labels, 1.0)) as feeder:
             loss, leaves = _again(look, first, feeder)
-            nodes = _nodes(look, loss, leaves)
-            again, _ = read_nodes(loss, nodes, leaves, with_order=False)
+            again, _ = read_nodes(loss, _nodes(look, loss, leaves), leaves, with_order=False)
         first.residual = _moved(sketches, [r.sketch_NK for r in again])
         return first
     scale = _second_at_leaves(look, first, leaf_pass, 1.0)
@@ -154,21 +163,19 @@ def _first(look: Look) -> tuple[Reading, list[torch.Tensor], list[Pass]]:
             raise NothingFedError(called=bool(leaves))
         width = leaves[0].shape[-1]
         reading = Reading(
-            rows=[],
-            residual=math.nan,
-            recipe="",
-            num_classes=width,
-            num_calls=len(leaves),
-            num_forward=1,
+            rows=[], residual=math.nan, recipe="", num_classes=width, num_calls=len(leaves), num_forward=1,
             fed_loss=float(loss.detach()),
-        )
+        )  # fmt: skip
         nodes = _nodes(look, loss, leaves)
         readings, arrived = read_nodes(loss, nodes, leaves, with_order=True) if nodes else ([], [])
         links = rows_by_order(readings, leaves, arrived) if readings else None
         if readings and links is None:
             links = rows_of_leaves(loss, readings, leaves)
+            look.mixed = positions_of_a_row(loss, readings, leaves) if links is None and not look.hidden else 0
+        look.softmaxed = not look.hidden and has_softmax_before(nodes)
         if links is not None:
             reading.recipe = "log-softmax node"
+            reading.residual = 0.0 if is_linear_in(loss, nodes) else math.nan
             reading.leaf_labels = [torch.full((f.leaf[..., 0].numel(),), -1, dtype=torch.int64) for f in feeder.fed]
             _take_nodes(look, reading, readings, links, [a.live_V for a in arrived], feeder.fed)
             return reading, [r.sketch_NK for r in readings], []

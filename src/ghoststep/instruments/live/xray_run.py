@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook
 from ghoststep.instruments.live.calling import compute_loss, eager
+from ghoststep.instruments.live.kept_batches import fresh
+from ghoststep.instruments.live.side_state import side_state
 from ghoststep.instruments.live.untouched import untouched
-from ghoststep.subjects.setup import Batch, Setup
+from ghoststep.subjects.setup import Setup
+from ghoststep.subjects.setup_batches import Batch
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +31,7 @@ def frozen(setup: Setup) -> Iterator[None]:
     import torch
 
     no_sync: Callable[[], Any] | None = getattr(setup.model, "no_sync", None)
-    with untouched(setup.model), eager(), torch.enable_grad(), no_sync() if no_sync else contextlib.nullcontext():
+    with untouched(setup), eager(), torch.enable_grad(), no_sync() if no_sync else contextlib.nullcontext():
         for p in setup.model.parameters():
             p.requires_grad_(False)
         yield
@@ -65,7 +68,8 @@ def _captured(setup: Setup, batch: Batch) -> torch.Tensor:
         if scaler is not None:
             scaler.scale = lambda value: value
         assert setup.train_step is not None
-        setup.train_step(setup.model, setup.optimizer, batch)
+        with side_state(setup, (setup.train_step,)):
+            setup.train_step(setup.model, setup.optimizer, fresh(batch))
     except _CapturedError:
         pass
     finally:

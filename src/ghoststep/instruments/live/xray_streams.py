@@ -58,21 +58,33 @@ def put_together(parts: list[Rows], num_places: int) -> list[Stream]:
     """Chunks of one head fill one stream; a row for a place that is taken already opens the next one."""
     streams: list[Stream] = []
     for part in parts:
-        mine = part.places >= 0
-        if not bool(mine.any()):
-            continue
-        where = part.places[mine]
-        stream = next((s for s in streams if not bool(s.filled_P[where].any())), None)
-        if stream is None:
-            stream = empty_stream(num_places)
-            streams.append(stream)
-        stream.filled_P[where] = True
-        stream.weight_P[where] = part.weight[mine]
-        stream.label_P[where] = part.label[mine]
-        stream.top_P[where] = part.top[mine]
-        stream.ambiguous_P[where] = part.ambiguous[mine]
-        stream.even_P[where] = part.even[mine]
+        for mine in _turns(part.places):
+            where = part.places[mine]
+            stream = next((s for s in streams if not bool(s.filled_P[where].any())), None)
+            if stream is None:
+                stream = empty_stream(num_places)
+                streams.append(stream)
+            stream.filled_P[where] = True
+            stream.weight_P[where] = part.weight[mine]
+            stream.label_P[where] = part.label[mine]
+            stream.top_P[where] = part.top[mine]
+            stream.ambiguous_P[where] = part.ambiguous[mine]
+            stream.even_P[where] = part.even[mine]
     return streams
+
+
+def _turns(places_N: torch.Tensor) -> list[torch.Tensor]:
+    """Which rows come first at their place, which second, and so on: indices; rows without a place are left out."""
+    seen: dict[int, int] = {}
+    turns: list[list[int]] = []
+    for row, place in enumerate(places_N.tolist()):
+        if place < 0:
+            continue
+        turn = seen[place] = seen.get(place, -1) + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(row)
+    return [places_N.new_tensor(t) for t in turns]
 
 
 def kind_of(streams: list[Stream], residual: float, level: float = 1e-3) -> LossKind:

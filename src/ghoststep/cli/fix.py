@@ -1,0 +1,72 @@
+"""`ghoststep fix MODEL --out NEW`"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ghoststep.errors import UsageError
+
+
+def fix(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The folder of a checkpoint in safetensors. It is only read.")],
+    out: Annotated[Path | None, typer.Option(metavar="NEW", help="The new folder; it must not exist.")] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option(metavar="IDS", help="Only these table rows: 5,17,100-120. \\[those that are dangers]")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="BASE", help="The model it was made from: rows that differ from it are left alone.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="For the directions of the new rows.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and write nothing.")] = False,
+    no_probe: Annotated[
+        bool,
+        typer.Option("--no-probe", help="Do not build the model to prove that logits stay; bytes are compared all the same."),
+    ] = False,
+) -> None:
+    """Give near-zero input rows a small random value, in a new checkpoint that is otherwise the same, byte for byte."""
+    from ghoststep.remedies.rows import plan_repair
+    from ghoststep.remedies.rows_proof import parse_rows, prove_repair
+    from ghoststep.remedies.rows_write import write_repair
+    from ghoststep.subjects.checkpoint import open_checkpoint
+
+    if out is None and not dry_run:
+        raise UsageError("--out NEW is missing: the checkpoint itself is never changed (--dry-run writes nothing)")
+    source = Path(model).expanduser()
+    if not source.is_dir():
+        raise UsageError(f"{model} is not a folder on this machine; expected the folder of a checkpoint (download it first)")
+    asked = parse_rows(rows) if rows else ()
+    base_checkpoint = open_checkpoint(base) if base is not None else None
+    repair = plan_repair(open_checkpoint(model), rows=asked, base=base_checkpoint, seed=seed)
+    for table_row, why in repair.left:
+        _say(f"left     row {table_row}: {why}")
+    if not repair.rows:
+        typer.echo("nothing to fix")
+        return
+    for row in repair.rows:
+        from ghoststep.text import printable
+
+        token = f" {printable(row.token)}" if row.token else ""
+        typer.echo(f"row {row.table_row}{token}: norm {row.old_norm:.3g} -> {row.new_norm:.3g} ({row.why})")
+    if dry_run or out is None:
+        typer.echo(f"{len(repair.rows)} rows would be repaired; nothing was written")
+        return
+
+    def prove(stage: Path) -> dict[str, object]:
+        if no_probe:
+            return {"logits": "not proved on the model (--no-probe); every byte outside the rows is the same"}
+        return prove_repair(source, stage, repair)
+
+    manifest = write_repair(source, out.expanduser(), repair, prove)
+    for key, value in manifest["proof"].items():
+        _say(f"{key.replace('_', ' ')}: {value}")
+    typer.echo(f"{len(repair.rows)} rows repaired in {out} ({manifest['num_files_copied']} files copied)")
+
+
+def _say(text: str) -> None:
+    from ghoststep.text import visible
+
+    sys.stderr.write(f"ghoststep: {visible(text)}\n")

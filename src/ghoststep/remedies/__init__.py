@@ -1,0 +1,1 @@
+"""What removes a cause: functions, wrappers and checkpoint edits, each usable on its own."""

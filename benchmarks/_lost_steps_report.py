@@ -168,7 +168,8 @@ def write(runs: Runs, page: Path, plot: Path) -> None:
         print("no model has every treatment in two seeds yet: no report")
         return
     seeds = len({run["seed"] for run in runs})
-    touched, triggers = (sum(r[k] for r in runs if r["treatment"] == "healthy") for k in ("touched", "triggers"))
+    text_of = [run for run in runs if run["treatment"] == "healthy" and run["model"] == next(iter(models))]  # the same for all
+    touched, triggers = (sum(x[k] for x in text_of) for k in ("touched", "triggers"))
     minutes = sum(run["cpu_seconds"] for run in runs) / 60
     out = [
         "# Lost steps, end to end", "",

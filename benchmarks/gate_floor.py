@@ -4,7 +4,7 @@
 
 Prints and writes four things: the gradient of one row of norm 1e-30 for several delta, with zero and non-zero convolution biases; the
 message where it refuses; the time of a training step with and without, in interleaved pairs; and the loss of short runs from
-scratch, with ordinary rows and with six rare rows at 1e-30. One thread, about eight CPU minutes.
+scratch, with ordinary rows and with six rare rows at 1e-30. One thread, about four CPU minutes.
 """
 
 from __future__ import annotations

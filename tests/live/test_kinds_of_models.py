@@ -123,9 +123,9 @@ def test_a_future_in_training_mode_only_is_still_found() -> None:
 class FillsUp(nn.Module):
     """Pads every text to a multiple of 16 by itself, and gives the hidden states of all of them to its caller."""
 
-    def __init__(self, *, side: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner, self.side = TinyLM(right, absolute=False), side
+        self.inner = TinyLM(right, absolute=False)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         num = -input_ids.shape[1] % 16
@@ -135,7 +135,7 @@ class FillsUp(nn.Module):
 
 
 def test_pads_of_the_models_own_are_not_taken_for_the_text() -> None:
-    found = verdicts(seeded(lambda: FillsUp(side="right")), lm_batch(), loss_fn=lambda m, b: m(**b))
+    found = verdicts(seeded(FillsUp), lm_batch(), loss_fn=lambda m, b: m(**b))
     assert not bad(found), {c: found[c].findings for c in bad(found)}
     assert found["GS106"].outcome is Outcome.UNKNOWN
     assert "fills a text" in (found["GS106"].reason or "")

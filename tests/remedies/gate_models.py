@@ -126,6 +126,29 @@ class NearMisses(nn.Module):
         return output
 
 
+class Beside(nn.Module):
+    """A mixer and a gated feed-forward layer side by side, and one norm over their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.feed_forward, self.norm = NearMisses("silu"), _FeedForward(), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.norm(self.mixer(x) + self.feed_forward(x))
+        return output
+
+
+class _FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        output: torch.Tensor = self.down(nn.functional.silu(gate) * up)
+        return output
+
+
 class Net(nn.Module):
     """A table, one mixer beside the residual stream, and a head."""
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -262,6 +263,7 @@ def test_killed_at_random_moments_nothing_is_half_written(tmp_path: Path) -> Non
             assert set(new) == set(before) | {MANIFEST}
             assert {k for k in before if new[k] != before[k]} == {"model.safetensors"}
             json.loads((name / MANIFEST).read_text())
+            shutil.rmtree(name)
         assert digests(odd) == before
     server.stdin.close()
     assert server.wait() == 0

@@ -15,7 +15,7 @@ from torch import nn
 import ghoststep
 from ghoststep.errors import UsageError
 from ghoststep.remedies.gate_floor_hooks import Enter, GateMovedError
-from tests.remedies.gate_models import NearMisses, Net, build, hand_written, logits, next_token_loss, num_hooks, tokens
+from tests.remedies.gate_models import Beside, NearMisses, Net, build, hand_written, logits, next_token_loss, num_hooks, tokens
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,13 @@ def test_only_the_gate_of_a_plain_module(gate: str) -> None:
     state = (nn.functional.silu(mixer.conv(value.mT)[..., :12].mT) * torch.sigmoid(beta)).cumsum(1)
     added = nn.functional.linear(nn.functional.linear(0.05 * state, mixer.out.weight), model.head.weight)
     assert torch.allclose(model(batch["ids"]), plain + added, atol=1e-5)
+
+
+def test_a_feed_forward_layer_beside_a_mixer_is_left_alone() -> None:
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(0, 50, (2, 12))}
+    floor = ghoststep.GateFloor(Net(Beside()), batch=batch, loss_fn=next_token_loss)
+    assert [(g.module, g.order) for g in floor.gates] == [("mixer.mixer", 3)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])

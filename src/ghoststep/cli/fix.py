@@ -36,8 +36,6 @@ def fix(
     if out is None and not dry_run:
         raise UsageError("--out NEW is missing: the checkpoint itself is never changed (--dry-run writes nothing)")
     source = Path(model).expanduser()
-    if not source.is_dir():
-        raise UsageError(f"{model} is not a folder on this machine; expected the folder of a checkpoint (download it first)")
     asked = parse_rows(rows) if rows else ()
     base_checkpoint = open_checkpoint(base) if base is not None else None
     repair = plan_repair(open_checkpoint(model), rows=asked, base=base_checkpoint, seed=seed)
@@ -54,6 +52,11 @@ def fix(
     if dry_run or out is None:
         typer.echo(f"{len(repair.rows)} rows would be repaired; nothing was written")
         return
+
+    if not source.is_dir():
+        raise UsageError(
+            f"{model} is not a folder on this machine; expected the folder of a checkpoint (download it first). Nothing was written."
+        )
 
     def prove(stage: Path) -> dict[str, object]:
         if no_probe:

@@ -38,6 +38,7 @@ class Trace:
 
     activations: list[Activation] = field(default_factory=list)
     calls: dict[torch.nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
+    outputs: dict[torch.nn.Module, list[Any]] = field(default_factory=dict)
     functions: set[str] = field(default_factory=set)
     stack: list[torch.nn.Module] = field(default_factory=list)
 
@@ -145,12 +146,27 @@ class Graph:
         elsewhere = self._gradient(self._output_part(here=False), activation)
         if elsewhere is not None and elsewhere[mask].any():
             return False
-        answer = self._gradient(self._output_part(here=True), activation, again=True)
+        if self._gradient(self._output_part(here=True), activation) is None:
+            return False
+        part = self._part_around(k)
+        with torch.enable_grad():
+            asked = self._output_part(here=True) if part is None else _weighted(part).sum()
+        answer = self._gradient(asked, activation, again=True)
         if answer is None:
             return False
         with torch.enable_grad():
             strength = _weighted(answer)[mask].sum()
         return bool(self._input_positions(strength) - {self.position})
+
+    def _part_around(self, k: int) -> torch.Tensor | None:
+        """What the module's own child around activation k returns: a feed-forward layer beside a mixer under one norm is asked
+        by itself, or the norm would make it look like a gate. None where there is no such child, or it is the activation."""
+        import torch
+
+        activation = self.trace.activations[k]
+        outputs = self.trace.outputs.get(activation.stack[1], ()) if len(activation.stack) > 1 else ()
+        output = outputs[0] if len(outputs) == 1 else None
+        return output if isinstance(output, torch.Tensor) and output is not activation.output else None
 
     def _output_part(self, *, here: bool) -> torch.Tensor:
         import torch
@@ -217,12 +233,8 @@ def _with_positions(output: Any, num_positions: int) -> torch.Tensor:
     import torch
 
     items = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else (output,)
-    wanted = (
-        o
-        for o in items
-        if isinstance(o, torch.Tensor) and o.is_floating_point() and position_axis(o, num_positions) is not None
-    )
-    found = next(wanted, None)
+    tensors = [o for o in items if isinstance(o, torch.Tensor) and o.is_floating_point()]
+    found = next((t for t in tensors if position_axis(t, num_positions) is not None), None)
     if found is None:
         raise ValueError("no output has an axis of positions")
     return found
@@ -244,6 +256,7 @@ def _stacked(root: torch.nn.Module, trace: Trace) -> Iterator[None]:
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
         trace.stack.pop()
+        trace.outputs.setdefault(module, []).append(output)
 
     handles = []
     try:

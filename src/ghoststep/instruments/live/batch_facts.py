@@ -50,11 +50,10 @@ def grid(call: LiveCall, intent: str | None = None) -> list[torch.Tensor]:
     """The ids [B, T] that the logits stand over: one look-up a call of the model, and the decoder's of an encoder-decoder.
 
     Other models that look ids up several times in one call (prediction of more than one token) are read at the first look-up
-    of the shape that the logits have. A model that exchanges batch and time before the look-up, and back before the logits, is
+    of the shape that the logits have. A model that exchanges batch and time before the look-up, and back before the head, is
     read as it is called.
     """
-    out = call.head_outputs[0] if call.head_outputs else call.logits
-    shaped = [i.reshape(1, -1) if i.dim() == 1 else _as_called(i, out) for i in call.ids if i.dim() in (1, 2)]
+    shaped = [i.reshape(1, -1) if i.dim() == 1 else _as_called(i, call) for i in call.ids if i.dim() in (1, 2)]
     if len(shaped) == len(call.calls):
         return shaped
     if is_sequence_to_sequence(call, intent):
@@ -63,9 +62,14 @@ def grid(call: LiveCall, intent: str | None = None) -> list[torch.Tensor]:
     return [i for i in shaped if tuple(i.shape) == lead][:1] or shaped[:1]
 
 
-def _as_called(ids: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
-    lead = None if logits is None else tuple(logits.shape[:-1])
-    return ids.T if tuple(ids.T.shape) == lead != tuple(ids.shape) else ids
+def _as_called(ids: torch.Tensor, call: LiveCall) -> torch.Tensor:
+    import torch
+
+    out = call.head_outputs[0] if call.head_outputs else call.logits
+    if out is None or tuple(ids.T.shape) != tuple(out.shape[:-1]) or ids.shape == ids.T.shape:
+        return ids
+    given = [v for c in call.calls for v in (*c.args, *c.kwargs.values()) if isinstance(v, torch.Tensor)]
+    return ids.T if any(v.shape == ids.T.shape and torch.equal(v, ids.T) for v in given) else ids
 
 
 def is_sequence_to_sequence(call: LiveCall, intent: str | None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ghoststep.errors import CannotLook
 from ghoststep.instruments.live.optimizers import Held, number
-from ghoststep.instruments.live.snapshot import _copy_schedule, _restore_schedule
+from ghoststep.instruments.live.snapshot import copy_schedule, restore_schedule
 from ghoststep.subjects.setup import Setup
 
 NUM_SAMPLES = 4096
@@ -64,7 +64,7 @@ def schedule_curve(setup: Setup, all_held: Held, index: int) -> Curve:
         if horizon is None or last - now > MAX_STEPPED:
             raise CannotLook(f"{name} goes forward only, and the run is {'of unknown length' if horizon is None else 'too long'}; "
                              "give total_steps")  # fmt: skip
-        lrs = _stepped(scheduler, all_held, index, last - now)
+        lrs = step_ahead(scheduler, all_held, last - now, lambda: number(group.get("lr")))
         steps = list(range(now, now + len(lrs)))
     return Curve(steps=tuple(s - now for s in steps), lrs=tuple(lrs), horizon=None if horizon is None else horizon - now,
                  words=f"{name}, at most {max(lrs):g}")  # fmt: skip
@@ -128,24 +128,28 @@ def _end_of(at: Callable[[int], float]) -> int | None:
     return high
 
 
-def _stepped(scheduler: Any, all_held: Held, index: int, count: int) -> list[float]:
+def step_ahead(scheduler: Any, all_held: Held, count: int, read: Callable[[], float]) -> list[float]:
+    """What `read` says now and after each of `count` scheduler steps without the optimizer; both are put back.
+
+    Shorter where the schedule ends before (one cycle); `CannotLook` where it cannot be stepped at all (one that needs a metric).
+    """
     rates = [{k: copy.deepcopy(g[k]) for k in ("lr", "initial_lr", "momentum", "betas") if k in g} for g in all_held.groups]
     flags = [{k: v for k, v in vars(o).items() if isinstance(v, (bool, int, float))} for o in all_held.optimizers]
-    kept = _copy_schedule(scheduler)
-    lrs = [number(all_held.groups[index].get("lr"))]
+    kept = copy_schedule(scheduler)
+    found = [read()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for _ in range(count):
                 scheduler.step()
-                lrs.append(number(all_held.groups[index].get("lr")))
+                found.append(read())
     except Exception as error:
-        if len(lrs) < 2:
+        if len(found) == 1:
             raise CannotLook(f"the scheduler cannot be stepped without more arguments ({type(error).__name__})") from error
     finally:
-        _restore_schedule(scheduler, kept)
+        restore_schedule(scheduler, kept)
         for group, rate in zip(all_held.groups, rates, strict=True):
             group.update(rate)  # type: ignore[attr-defined]
         for optimizer, flag in zip(all_held.optimizers, flags, strict=True):
             vars(optimizer).update(flag)
-    return lrs
+    return found

@@ -10,7 +10,7 @@ from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.evidence.training import ClipBound, SavedState, ScheduleFacts
 from ghoststep.instruments.live.calling import unwrap
 from ghoststep.instruments.live.optimizers import Held, held, number
-from ghoststep.instruments.live.snapshot import _copy_schedule, _restore_schedule
+from ghoststep.instruments.live.schedule_curve import step_ahead
 from ghoststep.instruments.live.untouched import untouched
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
@@ -33,31 +33,10 @@ def clip_bound(setup: Setup) -> ClipBound:
 @instrument
 def schedule_facts(setup: Setup) -> ScheduleFacts:
     """Step the scheduler 64 times without the optimizer, read the learning rates and put both back. No forward."""
-    import copy
-    import warnings
-
     scheduler, all_held = setup.scheduler, held(setup.optimizer)
     if scheduler is None or not all_held.groups:
         raise DoesNotApply("the setup has no scheduler" if scheduler is None else "the setup has no optimizer")
-    rates = [{k: copy.deepcopy(g[k]) for k in ("lr", "initial_lr", "momentum", "betas") if k in g} for g in all_held.groups]
-    flags = [{k: v for k, v in vars(o).items() if isinstance(v, (bool, int, float))} for o in all_held.optimizers]
-    schedule = _copy_schedule(scheduler)
-    ahead = [_largest_rate(all_held)]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for _ in range(AHEAD):
-                scheduler.step()
-                ahead.append(_largest_rate(all_held))
-    except Exception as error:  # a schedule that has ended (one cycle), or one that needs a metric
-        if len(ahead) == 1:
-            raise CannotLook(f"the scheduler cannot be stepped without more arguments ({type(error).__name__})") from error
-    finally:
-        _restore_schedule(scheduler, schedule)
-        for group, rate in zip(all_held.groups, rates, strict=True):
-            group.update(rate)  # type: ignore[attr-defined]
-        for optimizer, flag in zip(all_held.optimizers, flags, strict=True):
-            vars(optimizer).update(flag)
+    ahead = step_ahead(scheduler, all_held, AHEAD, lambda: _largest_rate(all_held))
     return ScheduleFacts(
         lrs_ahead=tuple(ahead),
         is_bound=True,

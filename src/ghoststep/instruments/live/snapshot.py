@@ -40,7 +40,7 @@ def real_steps(
     gradients = [t.grad for t in outside]
     before = {id(t): t.detach().clone() for t in tensors}
     states = [copy_state(o) for o in all_held.optimizers]
-    schedule, scale = _copy_schedule(scheduler), _copy_scaler(scaler)
+    schedule, scale = copy_schedule(scheduler), _copy_scaler(scaler)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(untouched(subject))
@@ -57,7 +57,7 @@ def real_steps(
                 t.grad = gradient
             for optimizer, state in zip(all_held.optimizers, states, strict=True):
                 restore_state(optimizer, state)
-            _restore_schedule(scheduler, schedule)
+            restore_schedule(scheduler, schedule)
             _restore_scaler(scaler, scale)
 
 
@@ -118,7 +118,7 @@ def free_bytes(device: torch.device) -> int | None:
         return None
 
 
-def _copy_schedule(scheduler: Any) -> Any:
+def copy_schedule(scheduler: Any) -> Any:
     if scheduler is None:
         return None
     if hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict"):
@@ -126,7 +126,7 @@ def _copy_schedule(scheduler: Any) -> Any:
     return {k: copy.copy(v) if isinstance(v, (list, dict)) else v for k, v in vars(scheduler).items()}
 
 
-def _restore_schedule(scheduler: Any, saved: Any) -> None:
+def restore_schedule(scheduler: Any, saved: Any) -> None:
     if scheduler is None:
         return
     if hasattr(scheduler, "load_state_dict"):

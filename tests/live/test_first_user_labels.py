@@ -225,3 +225,37 @@ class TestLogits:
         assert "scrambled before the loss" in found["GS213"].findings[0].message
         assert "GS213" not in loud(said(setup(loss_fn=pooled)))
         assert said(setup())["GS213"].outcome is Outcome.CLEAR
+
+
+class TestSeveralCalls:
+    def test_a_second_pass_over_the_same_texts_for_a_metric_is_no_example_without_loss(self) -> None:
+        def loss(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
+            with torch.no_grad():
+                m(b["input_ids"], b["attention_mask"])  # entropy for a log, as trainers of fused losses compute it
+            return logits_loss(lambda z: z)(m, b)
+
+        found = said(setup(texts(), loss))
+        assert loud(found) == set()
+
+    def test_numbers_of_positions_are_not_classes_of_examples(self) -> None:
+        """A fused loss returns log-probabilities [B, T]: the head is never called, and the labels are still read."""
+
+        class Fused(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = Decoder()
+                self.weight = self.inner.out.weight
+                self.inner.out = nn.Identity()  # type: ignore[assignment]
+
+            def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+                hidden = self.inner(input_ids, attention_mask)
+                logp = functional.linear(hidden, self.weight)[:, :-1].log_softmax(-1)
+                token = logp.gather(-1, input_ids[:, 1:, None])[..., 0]
+                return {"log_probs": token, "loss": -token[attention_mask[:, 1:] != 0].mean()}
+
+        def loss(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
+            found: torch.Tensor = m(b["input_ids"], b["attention_mask"])["loss"]
+            return found
+
+        found = said(setup(texts(), loss, model=Fused()))
+        assert found["GS201"].outcome is Outcome.CLEAR, found["GS201"].reason

@@ -86,7 +86,10 @@ def _examples_left_out(xray: LossXray, batch: BatchFacts | Missing) -> list[Find
         return []
     real_BT = batch.ids_BT >= 0 if batch.padding_BT is None else ~batch.padding_BT
     texts = [b for b in range(len(real_BT)) if int(real_BT[b].sum()) >= 2]
-    without = [b for b in texts if not xray.weight_BT[b].any()]
+    trained = {tuple(batch.ids_BT[b].tolist()) for b in texts if xray.weight_BT[b].any()}
+    # A loss may call the model a second time on the same texts (for a metric, as a frozen copy of itself).
+    without = [b for b in texts if not xray.weight_BT[b].any() and tuple(batch.ids_BT[b].tolist()) not in trained]
+    texts = [b for b in texts if b in without or xray.weight_BT[b].any()]
     if not without or len(without) == len(texts):
         return []
     named = ", ".join(map(str, without[:8])) + (", ..." if len(without) > 8 else "")

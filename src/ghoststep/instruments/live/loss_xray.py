@@ -109,7 +109,10 @@ def _compares_embeddings(look: Look, call: LiveCall) -> bool:
 
 
 def _one_answer_an_example(call: LiveCall) -> bool:
-    """Logits [B, C] with C below the width of the embedding: classification, regression, a reward."""
+    """Logits [B, C] with C below the width of the embedding: classification, regression, a reward.
+
+    [B, T] or [B, T - 1] are numbers of positions (log-probabilities of a fused head, values), not of examples.
+    """
     weight, logits = getattr(call.embedding, "weight", None), call.logits
     if call.head is not None or logits is None or logits.dim() != 2 or weight is None or not call.ids:
         return False
@@ -121,6 +124,7 @@ def _one_answer_an_example(call: LiveCall) -> bool:
         and ids.shape[1] > 1
         and num_examples == ids.shape[0]
         and num_classes < weight.shape[1]
+        and num_classes not in (ids.shape[1], ids.shape[1] - 1)
         and not similarities
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 from ghoststep.diagnosis import diagnose
 from ghoststep.engine import Case, ask
 from ghoststep.finding import Outcome, Severity, Verdict
+from ghoststep.instruments.live.loss_xray import _one_answer_an_example
 from ghoststep.subjects.setup import make_setup
 
 from .test_xray_faults import BOS, EOS, PAD, B, Decoder, T, V, Words, registry, setup, texts
@@ -232,30 +234,15 @@ class TestSeveralCalls:
         def loss(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
             with torch.no_grad():
                 m(b["input_ids"], b["attention_mask"])  # entropy for a log, as trainers of fused losses compute it
-            return logits_loss(lambda z: z)(m, b)
+            found: torch.Tensor = logits_loss(lambda z: z)(m, b)
+            return found
 
         found = said(setup(texts(), loss))
         assert loud(found) == set()
 
-    def test_numbers_of_positions_are_not_classes_of_examples(self) -> None:
-        """A fused loss returns log-probabilities [B, T]: the head is never called, and the labels are still read."""
-
-        class Fused(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = Decoder()
-                self.weight = self.inner.out.weight
-                self.inner.out = nn.Identity()  # type: ignore[assignment]
-
-            def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-                hidden = self.inner(input_ids, attention_mask)
-                logp = functional.linear(hidden, self.weight)[:, :-1].log_softmax(-1)
-                token = logp.gather(-1, input_ids[:, 1:, None])[..., 0]
-                return {"log_probs": token, "loss": -token[attention_mask[:, 1:] != 0].mean()}
-
-        def loss(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
-            found: torch.Tensor = m(b["input_ids"], b["attention_mask"])["loss"]
-            return found
-
-        found = said(setup(texts(), loss, model=Fused()))
-        assert found["GS201"].outcome is Outcome.CLEAR, found["GS201"].reason
+    @pytest.mark.parametrize(("width", "expected"), [(2, True), (T, False), (T - 1, False)])
+    def test_numbers_of_positions_are_not_classes_of_examples(self, width: int, expected: bool) -> None:
+        """A fused loss returns log-probabilities [B, T] or [B, T - 1]; a classifier returns a few scores an example."""
+        ids = texts()["input_ids"]
+        call: Any = SimpleNamespace(head=None, embedding=nn.Embedding(V, 64), logits=torch.zeros(len(ids), width), ids=(ids,))
+        assert _one_answer_an_example(call) is expected

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +46,8 @@ class Sweep(Amplification):
 
 
 def amplify(
+    model: Any = None,
     *,
-    model: Any,
     batch: Any = None,
     loss_fn: Any = None,
     rows: Sequence[int] | None = None,
@@ -59,8 +62,11 @@ def amplify(
     gradient holds for one occurrence in a batch of this size: a mean over N loss tokens divides it by N.
 
     Args:
-        model, loss_fn, setup: as in `ghoststep.check` (`max_grad_norm=` sets the clip bound that a lost step is judged by).
-        batch: as fed in training; it decides which places there are. Without one, a causal language model of transformers gets
+        model, loss_fn, setup: as in `ghoststep.check` (`max_grad_norm=` sets the clip bound that a lost step is judged by; 1 if it
+            is not given or inf).
+        batch: as fed in training; it decides which places there are. Within an example and among examples, a position is chosen
+            that the loss depends on; a place without one is told as "not measured", its gradients being exactly 0. Without a
+            batch, a causal language model of transformers gets
             made ones: 2 examples of 16 random ordinary tokens, also packed (block-diagonal mask, restarting positions) and
             left-padded. A place that the model cannot be shown (no packed masks) is in `skipped`, with the reason.
         rows: table rows to feed as they are, and along whose direction the norms are tried; None tries one random direction.
@@ -69,18 +75,18 @@ def amplify(
         seed: of the made batches.
 
     Raises:
-        UsageError: an unknown place or norm, or no batch for a model that none can be made for. CannotLook: nothing could be
-            measured.
+        UsageError: an unknown place or norm, rows that are no integers, a clip bound that is not above 0, or no batch for a model
+            that none can be made for. CannotLook: nothing could be measured.
 
-    Cost: one forward and backward for each norm, row and place; 28 by default.
+    Cost: one forward and backward for each norm, row and place, 28 by default, and one for each batch that places are chosen in.
     """
     from ghoststep.subjects.setup import make_setup
 
-    unknown = [p for p in places if p not in PLACES]
-    if unknown:
-        raise UsageError(f"place {unknown[0]!r} is unknown; expected some of {', '.join(PLACES)}")
-    if norms is not None and (not norms or not all(n > 0 for n in norms)):
-        raise UsageError(f"norms is {list(norms)!r}; expected numbers above 0, as multiples of the median row norm")
+    places = _places(places)
+    rows, norms = _rows(rows), _norms(norms)
+    bound = setup.get("max_grad_norm")
+    if bound is not None and not (_is_number(bound) and bound > 0):
+        raise UsageError(f"max_grad_norm is {bound!r}; expected a number above 0, or None")
     given: Mapping[str, Any] = {**setup, "model": model, "loss_fn": loss_fn}
     if batch is not None or "batches" in setup:
         one = make_setup({**given, "batch": batch}, name="amplify")
@@ -102,6 +108,44 @@ def amplify(
     order = sorted((p for part in parts for p in part.places), key=lambda p: PLACES.index(p.name))
     passes = sum(p.num_passes for p in parts)
     return replace(parts[0], places=tuple(order), num_passes=passes, skipped=tuple(skipped))
+
+
+def _places(places: Any) -> list[str]:
+    expected = f"expected a list with some of {', '.join(PLACES)}"
+    if isinstance(places, str) or not isinstance(places, Iterable):
+        raise UsageError(f"places is {places!r}; {expected}")
+    given = list(places)
+    for place in given:
+        if place not in PLACES:
+            raise UsageError(f"place {place!r} is unknown; {expected}")
+    return given
+
+
+def _rows(rows: Any) -> list[int] | None:
+    if rows is None:
+        return None
+    try:
+        given = [operator.index(i) for i in rows] if not isinstance(rows, str) else []
+    except TypeError:
+        given = []
+    if not given:
+        raise UsageError(f"rows is {rows!r}; expected a list of table rows, such as [17]")
+    return given
+
+
+def _norms(norms: Any) -> list[float] | None:
+    if norms is None:
+        return None
+    given = list(norms) if isinstance(norms, Iterable) and not isinstance(norms, str) else []
+    if not given or not all(_is_number(n) and 0 < n < math.inf for n in given):
+        raise UsageError(
+            f"norms is {given or norms!r}; expected a list of numbers above 0, as multiples of the median row norm"
+        )
+    return [float(n) for n in given]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _sweep(setup: Setup, *, rows: Sequence[int] | None, norms: Sequence[float] | None, places: Sequence[str]) -> Sweep:

@@ -38,8 +38,8 @@ MAX_LISTED = 100
 """Findings listed one by one; the rest of a longer list is one finding that gives their number and table rows."""
 
 REMEDY = (
-    "before training, set these input rows to a small random vector of about a tenth of the median norm (never to zeros), or leave "
-    "the tokens out of the data"
+    "before training, set these input rows to a small random vector of about a tenth of the median norm (never to zeros; `ghoststep "
+    "fix` does it), or leave the tokens out of the data"
 )
 
 

@@ -32,15 +32,16 @@ class Seen:
         """The measurement in words: which token, which position, how much."""
         r = self.reading
         (se, sp), (te, tp) = r.source, r.target
+        where = f"in {r.text}, " if r.text else ""
         source = f"position {sp}" if se == te else f"position {sp} of example {se}"
         if r.method == "swap":
             return (
-                f"replacing tokens from {source} on moves the hidden state at position {tp} of example {te} by "
+                f"{where}replacing tokens from {source} on moves the hidden state at position {tp} of example {te} by "
                 f"{r.absolute:.2g} of its norm, {r.relative:.2g} of what an earlier token does "
                 f"({r.num_above} of {r.num_pairs} pairs looked at, {r.mode} mode)"
             )
         return (
-            f"the gradient of position {tp} of example {te} at the token of {source} is {r.relative:.2g} of that at an "
+            f"{where}the gradient of position {tp} of example {te} at the token of {source} is {r.relative:.2g} of that at an "
             f"earlier token ({r.num_above} of {r.num_pairs} pairs looked at, {r.mode} mode)"
         )
 
@@ -83,13 +84,18 @@ def power_of(influence: Influence) -> Power:
 
 
 def without_power(influence: Influence) -> Unknown | None:
-    """Unknown where not even the own past was seen: silence then means nothing."""
+    """Unknown where not even the own past was seen, or a text of the call was not looked at: silence then means nothing."""
     if influence.has_power:
-        return None
+        return not_read(influence)
     return Unknown(
         reason="no position was seen to depend on its own past either (measured at "
         f"{influence.readout}, {influence.num_forward} forward passes), so seeing nothing proves nothing"
     )
+
+
+def not_read(influence: Influence) -> Unknown | None:
+    """Unknown where one of several texts of the call was not looked at."""
+    return Unknown(reason=influence.unread) if influence.unread else None
 
 
 def examples_mixed(influence: Influence) -> Unknown | None:

@@ -18,7 +18,7 @@ from ghoststep.evidence.plan import TrainingKind
 from ghoststep.evidence.tokenizer import Reach
 from ghoststep.evidence.wiring import Mixing
 from ghoststep.finding import Outcome, Severity, Verdict
-from ghoststep.registry import Answer, Clear, Found, load
+from ghoststep.registry import Answer, Clear, Found, Unknown, load
 from tests.checks import builders as b
 
 ROW, OTHER = 17, 19
@@ -96,6 +96,28 @@ class TestAmplifiedRows:
             assert said.reason is not None
             assert "train_step keeps" in said.reason
 
+    def test_where_no_loss_depends_nothing_is_known(self) -> None:
+        for gradients in ({FIRST: 0.0, MIDDLE: 0.0}, {MIDDLE: 0.0}):
+            said = gs305(amplified(gradients), batch(row=ROW))
+            assert isinstance(said, Unknown)
+            assert "nothing was measured" in said.reason
+        said = gs305(amplified({FIRST: 5.0, MIDDLE: 0.0}), batch(row=ROW))
+        assert isinstance(said, Unknown)
+        assert "only the first position was measured" in said.reason
+
+    def test_a_first_position_without_loss_leaves_the_middle(self) -> None:
+        said = gs305(amplified({FIRST: 0.0, MIDDLE: 5.0}), batch(row=ROW))
+        assert isinstance(said, Clear)
+        assert said.power is not None
+        assert FIRST not in said.power.quantity
+        found = gs305(amplified({FIRST: 0.0, MIDDLE: 1e22}), batch(row=ROW))
+        assert severity(found) is E
+        assert isinstance(found, Found)
+        assert "first position not measured" in found.findings[0].message
+
+    def test_an_amplified_first_position_is_found_without_a_middle(self) -> None:
+        assert severity(gs305(amplified({FIRST: 1e27, MIDDLE: 0.0}), batch(row=ROW, at=0))) is E
+
     def test_the_message_names_what_happens(self) -> None:
         for gradient, words in ((1e22, "is inf"), (1e6, "shrinks by 1e-06"), (float("inf"), "NaN")):
             said = gs305(amplified({MIDDLE: gradient}), batch(row=ROW))
@@ -148,6 +170,31 @@ class TestUpgradeOrClear:
         assert severity(said) is E
         assert isinstance(said, Found)
         assert "Measured" not in said.findings[0].message
+
+    @pytest.mark.parametrize(
+        ("gradients", "first", "mix", "expected"),
+        [
+            ({FIRST: 5.0, MIDDLE: 0.0}, False, Mixing.RECURRENT_GATED, E),
+            ({FIRST: 5.0, MIDDLE: 0.0}, True, Mixing.RECURRENT_GATED, E),
+            ({FIRST: 0.0, MIDDLE: 0.0}, True, Mixing.ATTENTION, E),
+            ({FIRST: 0.0, MIDDLE: 0.3}, True, Mixing.ATTENTION, E),
+            ({FIRST: 0.0, MIDDLE: 0.3}, False, Mixing.RECURRENT_GATED, N),  # the middle was measured: cleared
+        ],
+    )
+    def test_no_gradient_is_no_evidence(
+        self, gradients: dict[str, float], first: bool, mix: Mixing, expected: Severity
+    ) -> None:
+        for zero in (False, True):
+            said = rows_check(amplified(gradients, norm=0.0 if zero else 1e-12), first=first, mix=mix, zero=zero)
+            assert severity(said) is expected
+            assert isinstance(said, Found)
+            assert ("Measured" in said.findings[0].message) is (expected is N)
+
+    def test_one_amplified_place_is_enough(self) -> None:
+        said = rows_check(amplified({FIRST: 1e27, MIDDLE: 0.0}), first=True, mix=Mixing.ATTENTION)
+        assert severity(said) is E
+        assert isinstance(said, Found)
+        assert "fed at the first position" in said.findings[0].message
 
     def test_a_row_that_was_not_fed_takes_the_nearest_smaller_one(self) -> None:
         smaller = amplified({MIDDLE: 0.2}, row=OTHER, norm=1e-14)

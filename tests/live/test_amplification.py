@@ -299,6 +299,35 @@ class TestAmplify:
             ghoststep.amplify(model=nn.Linear(2, 2))
         with pytest.raises(CannotLook, match="rows 0 to"):
             ghoststep.amplify(model=llama(), rows=[V])
+        with pytest.raises(UsageError, match="`model` is a str"):
+            ghoststep.amplify("a/checkpoint")
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({"places": "middle"}, "places is 'middle'; expected a list"),
+            ({"places": None}, "places is None"),
+            ({"rows": 17}, r"rows is 17; expected a list of table rows"),
+            ({"rows": ["a"]}, "rows is"),
+            ({"rows": [1.5]}, "rows is"),
+            ({"norms": 1.0}, "norms is 1.0; expected a list"),
+            ({"norms": ["1"]}, "norms is"),
+            ({"norms": [float("inf")]}, "norms is"),
+            ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected a number above 0"),
+            ({"max_grad_norm": -1}, "max_grad_norm is -1"),
+            ({"max_grad_norm": float("nan")}, "max_grad_norm is nan"),
+            ({"max_grad_norm": "1"}, "max_grad_norm is '1'"),
+        ],
+    )
+    def test_wrong_values_are_told(self, given: dict[str, Any], words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            ghoststep.amplify(nn.Embedding(4, 2), **given)
+
+    def test_what_other_libraries_give_is_taken(self) -> None:
+        rows, norms = torch.tensor([TOKEN]), torch.logspace(0, -6, 2).numpy()
+        found = ghoststep.amplify(gpt2(), batch=tokens(), rows=rows, norms=norms, places=(MIDDLE,), max_grad_norm=2)  # type: ignore[arg-type]
+        assert found.lost == 2000
+        assert {r.direction for r in found.place(MIDDLE).readings} == {TOKEN}
 
     def test_the_name_stays_the_function(self) -> None:
         ghoststep.amplify(model=gpt2(), norms=[1.0], places=[MIDDLE])

@@ -145,3 +145,45 @@ def test_found(model: Callable[[], Any], side: str, pool: Pool, code: str) -> No
     found = alarms(setup(model(), side, pool), "GS110", "GS111")
     assert found
     assert all(c.startswith(code) for c in found), found
+
+
+class TwoTables(torch.nn.Module):
+    """An encoder of its own for each side, in one forward."""
+
+    def __init__(self, pool_query: Pool, shared: bool) -> None:
+        super().__init__()
+        self.query, self.positive = bert(), bert()
+        if shared:
+            self.positive.embeddings.word_embeddings.weight = self.query.embeddings.word_embeddings.weight
+        self.pools = {"query": pool_query, "positive": mean_of_real}
+
+    def forward(self, **batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            self.pools[side](getattr(self, side)(batch[f"{side}_ids"], batch[f"{side}_mask"])[0], batch[f"{side}_mask"])
+            for side in ("query", "positive")
+        )
+
+
+def compared(model: Any, batch: Any) -> torch.Tensor:
+    q, p = (functional.normalize(v, dim=-1) for v in model(**batch))
+    return functional.cross_entropy(20 * q @ p.T, torch.arange(len(q)))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_towers_of_two_tables(shared: bool) -> None:
+    """The texts of one tower say nothing about where the other's padding stands."""
+
+    def given(pool: Pool) -> dict[str, Any]:
+        return {
+            "model": TwoTables(pool, shared).train(), "batch": columns("right"), "loss_fn": compared, "intent": "contrastive",
+            "pad_token_id": 0,
+        }  # fmt: skip
+
+    assert alarms(given(mean_of_real), "GS110", "GS111") == {}
+    assert verdicts(given(mean_of_real), "GS110")["GS110"].outcome is Outcome.CLEAR
+    assert {c[:5] for c in alarms(given(mean_of_all), "GS110", "GS111")} == {"GS110"}
+    other = given(mean_of_real)
+    other["model"].pools["positive"] = mean_of_all
+    assert {c[:5] for c in alarms(other, "GS110", "GS111")} == {"GS110"}
+    unsaid = verdicts({k: v for k, v in given(mean_of_real).items() if k != "pad_token_id"}, "GS110")["GS110"]
+    assert unsaid.outcome is not Outcome.FOUND

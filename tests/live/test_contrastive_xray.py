@@ -330,6 +330,25 @@ class TestMisalignedPositives:
         assert found.severity is Severity.ERROR
         assert f"{NUM} of {NUM} anchors" in found.findings[0].message
 
+    @pytest.mark.parametrize("roll", [0, 1])
+    def test_a_usual_scale_is_not_blamed_for_wrong_targets(self, roll: int) -> None:
+        def loss(model: Any, given: Any) -> torch.Tensor:
+            logits = 14.3 * model(given["a"]) @ model(given["p"]).T
+            target = torch.arange(len(logits)).roll(roll)
+            return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)) / 2
+
+        found = verdicts(setup(loss), "GS507", "GS510")
+        if roll == 0:
+            assert {v.outcome for v in found.values()} == {Outcome.CLEAR}
+        else:
+            assert found["GS510"].severity is Severity.ERROR
+            assert found["GS507"].outcome is Outcome.UNKNOWN
+            assert "the targets are wrong" in str(found["GS507"].reason)
+            assert "2.66" not in str(found["GS507"].reason)
+
+    def test_a_capped_scale_beside_wrong_targets_is_their_symptom(self) -> None:
+        assert "capped-logit-scale" in registry().find("GS510").explains_anywhere
+
     def test_triplets_of_other_examples(self) -> None:
         def loss(model: Any, given: Any) -> torch.Tensor:
             return functional.triplet_margin_loss(model(given["a"]), model(given["p"]).roll(1, 0), model(given["n"]))

@@ -225,6 +225,7 @@ class TestLogits:
     def test_scrambled_and_averaged(self) -> None:
         found = said(setup(loss_fn=transposed))
         assert "scrambled before the loss" in found["GS213"].findings[0].message
+        assert {"GS213", "GS606"} & loud(found) == {"GS213"}  # rows that it leaves without gradient are its symptom
         assert "GS213" not in loud(said(setup(loss_fn=pooled)))
         assert said(setup())["GS213"].outcome is Outcome.CLEAR
 

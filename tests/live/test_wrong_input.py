@@ -350,11 +350,56 @@ class TestKeys:
             ({"optimizer": torch.optim.AdamW}, "the class AdamW"),
             ({"loss_fn": torch.zeros(())}, "`loss_fn` is a Tensor"),
             ({"accumulation_steps": 0}, "accumulation_steps is 0"),
+            ({"total_steps": "100"}, "total_steps is '100'"),
+            ({"max_grad_norm": "1"}, "max_grad_norm is a str"),
+            ({"optimizer": "adam"}, r"`optimizer` is a str \('adam'\)"),
+            ({"scheduler": ["cosine"]}, "`scheduler` is a str"),
+            ({"scaler": 1024}, r"`scaler` is a int \(1024\)"),
+            ({"corpus": "one string"}, "`corpus` is one str"),
+            ({"pad_token_id": 999}, "pad_token_id is 999, beyond every table"),
+            ({"token_roles": "rolez"}, "'rolez', which is no entry of the first batch; it has ids, labels"),
+            ({"token_roles": torch.zeros(2, 2, dtype=torch.long)}, r"token_roles has shape \[2, 2\]"),
+            ({"token_roles": torch.zeros(4, 10)}, r"token_roles is float32 of shape \[4, 10\]"),
+            ({"token_roles": torch.full((4, 10), 3)}, "token_roles holds 3"),
         ],
     )
     def test_values_of_a_wrong_kind(self, changed: dict[str, Any], said: str) -> None:
         with pytest.raises(UsageError, match=said):
             make_setup(setup(**changed))
+
+    def test_values_that_only_look_wrong(self) -> None:
+        """Wrappers and lists of optimizers, roles of joined texts, a padding id that batches hold and the model maps."""
+
+        class Wrapper:
+            def __init__(self, optimizer: Any) -> None:
+                self.optimizer = optimizer
+
+        one = setup()["optimizer"]
+        padded = batch()
+        padded["labels"][:, -1] = 999
+        for changed in (
+            {"optimizer": [one, one]},
+            {"optimizer": Wrapper(one)},
+            {"scaler": torch.amp.GradScaler("cpu")},
+            {"corpus": iter(["a", "b"])},
+            {"pad_token_id": V - 1},
+            {"pad_token_id": 999, "batch": padded},
+            {"token_roles": torch.ones(8, 10, dtype=torch.long)},
+            {"token_roles": torch.ones(10, 4, dtype=torch.bool)},
+            {"token_roles": [[0] * 5 + [1] * 5] * 4},
+            {"token_roles": "labels", "batch": {"ids": batch()["ids"], "labels": torch.ones(4, 10, dtype=torch.long)}},
+        ):
+            make_setup(setup(**changed))
+
+    def test_batch_and_batches(self) -> None:
+        first, second = batch(seed=1), batch(seed=2)
+        made = make_setup(setup(batch=first, batches=[second, batch(seed=1)]))
+        assert [b["ids"].tolist() for b in made.batches] == [first["ids"].tolist(), second["ids"].tolist()]
+
+    def test_roles_that_do_not_fit_what_is_looked_up(self) -> None:
+        assert "token_roles has shape [4, 9]; expected [4, 10]" in failure(
+            look(setup(token_roles=torch.ones(4, 9, dtype=torch.long)))
+        )
 
 
 class TestTokenizer:

@@ -79,6 +79,18 @@ def test_class_labels_are_left_alone_when_told() -> None:
         ({"token_ids": [5]}, "is one of the tokens to leave out"),
         ({"token_ids": [-100]}, "token_ids holds -100"),
         ({"replacement": -1}, "replacement is -1"),
+        ({"replacement": 5.5}, "replacement is 5.5; expected a token id"),
+        ({"replacement": True}, "replacement is True; expected a token id"),
+        ({"replacement": "5"}, "replacement is '5'"),
+        ({"token_ids": 10}, "token_ids is 10; expected a list or tensor"),
+        ({"token_ids": "10"}, "token_ids is '10'"),
+        ({"token_ids": ["a"]}, "token_ids holds 'a'; expected a list or tensor"),
+        ({"token_ids": [True]}, "token_ids holds True"),
+        ({"token_ids": [7.0]}, "token_ids holds 7.0"),
+        ({"token_ids": torch.tensor(7)}, r"token_ids is of shape \(\)"),
+        ({"token_ids": torch.tensor([7.0])}, r"token_ids holds tensor\(7.\)"),
+        ({"batch": (torch.tensor([[1, 7]]), torch.tensor([[1, 7]]))}, "the batch is a tuple; expected a mapping .{0,60}$"),
+        ({"batch": {"input_ids": torch.tensor([[1, 7]], dtype=torch.int8)}, "replacement": 300}, "which is torch.int8"),
         ({"ids_key": "ids"}, "no 'ids', only attention_mask, input_ids, labels"),
         ({"labels_key": "y"}, "no 'y'"),
         ({"batch": {"input_ids": [[1, 2]]}}, "is list; expected an integer tensor"),
@@ -91,6 +103,18 @@ def test_what_cannot_be_meant_is_refused(change: dict[str, Any], match: str) -> 
     batch, token_ids = arguments.pop("batch"), arguments.pop("token_ids")
     with pytest.raises(UsageError, match=match):
         ghoststep.oracle_mask(batch, token_ids, **arguments)
+
+
+def test_whole_numbers_of_other_libraries_are_taken() -> None:
+    numpy = pytest.importorskip("numpy")
+    one: Any
+    many: Any
+    for one, many in (
+        (numpy.int64(5), numpy.array([7])),
+        (torch.tensor(5), torch.tensor([7], dtype=torch.int32)),
+        (5, {7: "x"}),
+    ):
+        assert ghoststep.oracle_mask(batch_of([[1, 7]]), many, replacement=one)["input_ids"].tolist() == [[1, 5]]
 
 
 def test_the_kind_of_the_batch_is_kept() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ghoststep.cli.options import split, stdout_is_terminal, want_color, width, write
-from ghoststep.errors import UsageError
+from ghoststep.errors import SubjectError, UsageError
 
 
 def check(
@@ -66,7 +69,18 @@ def check(
         offline=offline,
         timeout_seconds=timeout,
     )
-    result = api.run(api.open_subjects(subjects, offline=offline, fast=fast), settings)
+    with _users_code():
+        result = api.run(api.open_subjects(subjects, offline=offline, fast=fast), settings)
     color = output is None and want_color(stdout_is_terminal())
     write(report.render(result, format, color=color, width=width()), output)
     raise typer.Exit(result.exit_code)
+
+
+@contextlib.contextmanager
+def _users_code() -> Iterator[None]:
+    """What a setup's own code prints must not run into the report, and an exit of its must not pass for our answer."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except SystemExit as error:
+        raise SubjectError(f"code of the setup called sys.exit({error.code!r:.60}) while it was checked") from error

@@ -26,7 +26,10 @@ def explain(
         return
     from ghoststep.registry import load
 
-    write(_suspects(symptom or "", {c.name: c.code for c in load(with_instruments=False).checks}), None)
+    text, is_known = _suspects(symptom or "", {c.name: c.code for c in load(with_instruments=False).checks})
+    write(text, None)
+    if not is_known:
+        raise typer.Exit(2)
 
 
 def _page(code: str) -> CheckPage:
@@ -39,7 +42,8 @@ def _page(code: str) -> CheckPage:
     return CheckPage(code=found.code, name=found.name, severity=found.severity.value, basis=found.basis.value, doc=found.doc)
 
 
-def _suspects(text: str, codes: dict[str, str]) -> str:
+def _suspects(text: str, codes: dict[str, str]) -> tuple[str, bool]:
+    """What to print, and whether a known symptom matches."""
     from ghoststep.symptoms import SYMPTOMS, match
 
     entries = match(text)
@@ -47,11 +51,11 @@ def _suspects(text: str, codes: dict[str, str]) -> str:
     if not entries:
         lines = ["No symptom in the list matches these words. Known symptoms:", ""]
         lines += [f"  - {entry.title}" for entry in SYMPTOMS]
-        return "\n".join([*lines, "", "Without a symptom: `ghoststep check CHECKPOINT` asks every check."])
+        return "\n".join([*lines, "", "Without a symptom: `ghoststep check CHECKPOINT` asks every check."]), False
     for entry in entries:
         lines += [f"Symptom: {entry.title}", f"  {entry.meaning}", "  Suspects, likeliest first:"]
         for name in entry.suspects:
             known = codes.get(name)
             lines.append(f"    {known}  {name}  (ghoststep explain {known})" if known else f"    planned  {name}")
         lines += [f"  Prove it: {entry.command}", ""]
-    return "\n".join(lines)
+    return "\n".join(lines), True

@@ -30,43 +30,41 @@ def fix(
     """Give near-zero input rows a small random value, in a new checkpoint that is otherwise the same, byte for byte."""
     from ghoststep.remedies.rows import plan_repair
     from ghoststep.remedies.rows_proof import parse_rows, prove_repair
-    from ghoststep.remedies.rows_write import write_repair
+    from ghoststep.remedies.rows_write import check_place, write_repair
     from ghoststep.subjects.checkpoint import open_checkpoint
+    from ghoststep.text import counted, printable
 
     if out is None and not dry_run:
         raise UsageError("--out NEW is missing: the checkpoint itself is never changed (--dry-run writes nothing)")
     source = Path(model).expanduser()
+    target = None if out is None else out.expanduser()
     asked = parse_rows(rows) if rows else ()
     base_checkpoint = open_checkpoint(base) if base is not None else None
     repair = plan_repair(open_checkpoint(model), rows=asked, base=base_checkpoint, seed=seed)
     for table_row, why in repair.left:
         _say(f"left     row {table_row}: {why}")
     if not repair.rows:
-        typer.echo("nothing to fix")
+        left = counted(len(repair.left), "near-zero row was", "near-zero rows were")
+        typer.echo(f"nothing to fix: {left} left, each with its reason above" if repair.left else "nothing to fix")
         return
+    if target is not None:
+        check_place(source, target)
     for row in repair.rows:
-        from ghoststep.text import printable
-
         token = f" {printable(row.token)}" if row.token else ""
         typer.echo(f"row {row.table_row}{token}: norm {row.old_norm:.3g} -> {row.new_norm:.3g} ({row.why})")
-    if dry_run or out is None:
-        typer.echo(f"{len(repair.rows)} rows would be repaired; nothing was written")
+    if dry_run or target is None:
+        typer.echo(f"{counted(len(repair.rows), 'row', 'rows')} would be repaired; nothing was written")
         return
-
-    if not source.is_dir():
-        raise UsageError(
-            f"{model} is not a folder on this machine; expected the folder of a checkpoint (download it first). Nothing was written."
-        )
 
     def prove(stage: Path) -> dict[str, object]:
         if no_probe:
             return {"logits": "not proved on the model (--no-probe); every byte outside the rows is the same"}
         return prove_repair(source, stage, repair)
 
-    manifest = write_repair(source, out.expanduser(), repair, prove)
+    manifest = write_repair(source, target, repair, prove)
     for key, value in manifest["proof"].items():
         _say(f"{key.replace('_', ' ')}: {value}")
-    typer.echo(f"{len(repair.rows)} rows repaired in {out} ({manifest['num_files_copied']} files copied)")
+    typer.echo(f"{counted(len(repair.rows), 'row', 'rows')} repaired in {out} ({manifest['num_files_copied']} files copied)")
 
 
 def _say(text: str) -> None:

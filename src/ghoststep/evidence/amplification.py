@@ -52,6 +52,11 @@ class Place:
     readings: tuple[Reading, ...]
 
     @property
+    def is_measured(self) -> bool:
+        """False where every gradient is exactly 0: no loss depends on the position, so it is no evidence of a small gradient."""
+        return any(r.gradient != 0 for r in self.readings)
+
+    @property
     def ceiling(self) -> float:
         """The largest finite gradient seen here: what depth, epsilon and weights allow. NaN if none is finite."""
         return max((r.whole for r in self.readings if math.isfinite(r.whole)), default=math.nan)
@@ -108,6 +113,11 @@ class Amplification(Evidence):
         """The gradient beyond which a step is lost to one row: `LOST_FACTOR` clip bounds."""
         return LOST_FACTOR * self.bound
 
+    @property
+    def measured(self) -> tuple[Place, ...]:
+        """The places that the loss depends on; see `Place.is_measured`."""
+        return tuple(p for p in self.places if p.is_measured)
+
     def worst(self, table_row: int) -> tuple[Place, Reading] | None:
         """Where this row's gradient is largest (not finite counts as largest)."""
         found = [(p, r) for p in self.places for r in p.readings if r.table_row == table_row]
@@ -117,13 +127,15 @@ class Amplification(Evidence):
         """The worst reading that speaks for this row where its token may stand: in the middle, and first if it can be.
 
         A row that was not fed itself takes the reading of the nearest smaller one (the gradient falls as the norm grows). An exact
-        zero speaks for zeros only: gates that multiply by the row can hide it. None if nothing speaks for the row.
+        zero speaks for zeros only: gates that multiply by the row can hide it. None if nothing speaks for the row: a place that
+        the loss does not depend on speaks neither way, so a small gradient counts only if all the others were measured.
         """
         places = [p for p in self.places if can_be_first or p.name == MIDDLE]
         if can_be_first and all(p.name == MIDDLE for p in places):
             return None
-        found = [(p, r) for p in places if (r := _nearest(p, table_row, norm)) is not None]
-        return max(found, key=lambda pr: _size(pr[1])) if found and len(found) == len(places) else None
+        found = [(p, r) for p in places if p.is_measured and (r := _nearest(p, table_row, norm)) is not None]
+        worst = max(found, key=lambda pr: _size(pr[1]), default=None)
+        return worst if worst and (len(found) == len(places) or not worst[1].gradient <= self.lost) else None
 
 
 def _nearest(place: Place, table_row: int, norm: float) -> Reading | None:

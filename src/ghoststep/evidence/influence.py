@@ -32,6 +32,7 @@ class Reading:
     `relative` is the change of the target's hidden state (at the head's input) over that of the own past, `absolute` that change
     over the typical norm of a hidden state (swap), or the gradient's L2 norm (gradient). `source` and `target` are
     (example, position). `num_pairs` pairs were looked at, `num_above` of them lie above the floor.
+    `text` says which of several texts of one call it is about ("" for the only one).
     `method` is "swap" or "gradient". `mode` is "train" or "eval": the mode the model was in.
     """
 
@@ -44,6 +45,7 @@ class Reading:
     method: str
     mode: str
     num_above: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class Influence(Evidence):
     against_order: routing couples examples, and only later ones were seen to move earlier ones: tokens are not served in order.
     choice_unprobed: a discrete choice among scores (routing) ran, and --fast replaced too few tokens to see one tip over.
     separators: (example, position) of BOS/EOS tokens in the middle of an example where no boundary is announced.
+    num_texts: texts that the call looks up and that do not meet; readings are the strongest of any, `trained_future` and the
+        matrix are the last one's. unread: which of them could not be looked at, and why ("": all were).
     serial: examples were probed one at a time. readout: where the influence was measured.
     num_forward / num_backward: passes over the whole batch that this cost.
     """
@@ -111,6 +115,8 @@ class Influence(Evidence):
     num_backward: int
     choice_unprobed: bool = False
     separators: tuple[tuple[int, int], ...] = ()
+    num_texts: int = 1
+    unread: str = ""
     reasons: tuple[str, ...] = field(default=())
 
     @property

@@ -163,6 +163,12 @@ def _nothing_found(stored: StoredTensors, inputs: list[Candidate], sizes: Sizes)
             "check the base model, or merge the adapter into it first"
         )
     near = "; ".join(f"{c.tensor.name} {list(c.tensor.shape)} ({c.reason})" for c in inputs[:3])
+    if stored.format == "memory":
+        return (
+            f"names and shapes of {len(stored.tensors)} parameters do not tell which one is the input embedding"
+            + (f" (nearest: {near})" if near else "")
+            + ": a batch that the loss runs through the model shows where ids are looked up"
+        )
     vocab = f"{sizes.vocab} table rows" if sizes.vocab is not None else "an embedding's name or a declared vocabulary size"
     return (
         f"none of {len(stored.tensors)} stored tensors is an input embedding; expected two dimensions and {vocab}. "

@@ -120,11 +120,13 @@ def title(found: Amplification) -> list[str]:
 
 
 def closing(found: Amplification) -> list[str]:
-    """One sentence a place: below which norm a step is lost, and below which it is zeroed."""
+    """One sentence a place: below which norm a step is lost, and below which it is zeroed; or that nothing was measured there."""
     return [f"{p.name}: {_predicted(p, found.lost)}{_elsewhere(p)}" for p in found.places]
 
 
 def _predicted(place: Place, lost: float) -> str:
+    if not place.is_measured:
+        return "not measured (every gradient is exactly 0, as where no loss depends on the position)"
     if any(not math.isfinite(r.whole) for r in place.readings):
         return "gradients that are not finite"
     worst = max((r.whole for r in place.readings), default=0.0)
@@ -187,7 +189,8 @@ def _table(found: Amplification, width: int) -> list[str]:
     for i, place in enumerate(found.places):
         for r in place.readings:
             if not r.is_check:
-                cells.setdefault((r.direction, -r.norm, r.table_row), [""] * len(heads))[i] = f"{r.gradient:.2g}"
+                told = f"{r.gradient:.2g}" if place.is_measured else "-"
+                cells.setdefault((r.direction, -r.norm, r.table_row), [""] * len(heads))[i] = told
     for (direction, norm, table_row), line in sorted(cells.items()):
         name = _norm(Reading(norm=-norm, gradient=0.0, table_row=table_row, direction=direction))
         lines.append(name.ljust(20) + "".join(pad(c, wide, right=True) for c in line))

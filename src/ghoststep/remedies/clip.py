@@ -7,7 +7,7 @@ import types
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import UsageError
 from ghoststep.remedies.clip_gradients import Gradients, local, measure, num_rows, scale_all, scale_on_device, scale_rows, whole
@@ -24,7 +24,7 @@ MODES = ("row", "group", "global")
 
 
 def clip_grad_norm_(
-    model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     mode: str | float = "row",
     *,
@@ -53,6 +53,7 @@ def clip_grad_norm_(
     told: a line in the log ``ghoststep.clip``, and `ghoststep.remedies.clip_events.listening`.
 
     Args:
+        parameters: the model, or its parameters (named as in torch, so that it can stand in torch's place).
         max_norm: above 0; ``math.inf`` only measures. norm_type: other than 2 goes to torch unchanged.
         error_if_nonfinite: raise RuntimeError, before anything is changed, if the norm is truly not finite.
         foreach: as in torch.
@@ -76,17 +77,32 @@ def clip_grad_norm_(
         mode, norm_type = "row", float(mode)
     if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+    max_norm = _number(max_norm)
     if not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}; expected a number above 0 (0 would lose every step; math.inf only measures)")
     with torch.no_grad():
-        step = _Step.of(model_or_params)
+        step = _Step.of(parameters)
         if not step.with_grad:
-            if isinstance(model_or_params, types.GeneratorType) and not step.parameters:  # torch's warning
+            if isinstance(parameters, types.GeneratorType) and not step.parameters:  # torch's warning
                 warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
             return torch.tensor(0.0)
         if norm_type != 2.0 or any(p.is_meta for p in step.with_grad):
             return _torchs(step, max_norm, norm_type, error_if_nonfinite, foreach)
         return _clip(step, max_norm, mode, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+
+
+def _listed(given: Any) -> list[torch.Tensor]:
+    try:
+        return list(given)
+    except TypeError:
+        raise UsageError(f"got a {type(given).__name__}; expected the model, or tensors such as model.parameters()") from None
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value) if not isinstance(value, str) else math.nan
+    except (TypeError, ValueError):
+        raise UsageError(f"max_norm is a {type(value).__name__}; expected a number above 0") from None
 
 
 @dataclass(slots=True)
@@ -104,7 +120,12 @@ class _Step:
         if isinstance(given, torch.nn.Module):
             model, parameters = given, list[torch.Tensor](given.parameters())
         else:
-            model, parameters = None, [given] if isinstance(given, torch.Tensor) else list(given)
+            model, parameters = None, [given] if isinstance(given, torch.Tensor) else _listed(given)
+            other = next((p for p in parameters if not isinstance(p, torch.Tensor)), None)
+            if other is not None:
+                raise UsageError(
+                    f"got a {type(other).__name__} among the parameters; expected the model, or tensors such as model.parameters()"
+                )
             parameters = list({id(p): p for p in parameters}.values())  # a tied parameter given twice is one gradient
         return cls(model=model, parameters=parameters, with_grad=[p for p in parameters if p.grad is not None])
 

@@ -24,6 +24,7 @@ class ClipAction(enum.Enum):
     REMOVED_ROWS = "removed non-finite rows"
     SKIPPED = "skipped the step"
     AS_TORCH = "clipped as torch does"
+    MEASURED = "only measured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,8 @@ def tell_now(outcome: Outcome) -> None:
     removed = any(r.norm != r.norm or r.norm in (float("inf"),) for r in rows)
     huge = is_bad or trunk_spikes or not num_hit
     action = _action(outcome.mode, bool(is_bad), removed, int(num_hit)) if engages else ClipAction.AS_TORCH
+    if math.isinf(outcome.max_norm) and action not in (ClipAction.SKIPPED, ClipAction.REMOVED_ROWS):
+        action = ClipAction.MEASURED
     tell(
         ClipEvent(
             action=action, mode=outcome.mode, max_norm=outcome.max_norm, norm=norm, trunk_norm=trunk_norm, cap=cap,

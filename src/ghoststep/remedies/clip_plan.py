@@ -48,19 +48,21 @@ def plan_clip(measured: Measured, torch_norm: torch.Tensor, max_norm: float, mod
     tables_norm = _norm(kept_R, scale)
     norm = _norm(torch.stack([tables_norm, trunk_norm]), scale)
     is_bad = trunk_norm.isfinite().logical_not() | (removed_R.any() & (norm == 0))
-    spike = find_spike(kept_R, torch.where(is_bad, 0.0, trunk_norm), max_norm)
+    bound = 1.0 if math.isinf(max_norm) else max_norm  # nothing is clipped then, and what spikes is still named
+    spike = find_spike(kept_R, torch.where(is_bad, 0.0, trunk_norm), bound)
     row_factor_R = torch.ones_like(kept_R)
-    if mode == "row":
+    if mode == "row" and not math.isinf(max_norm):
         row_factor_R = torch.where(spike.spiking_R, spike.cap / kept_R, 1.0)
     capped_norm = _norm(torch.where(spike.spiking_R, spike.cap, kept_R), scale)
     trunk_T = torch.where(is_bad, 0.0, measured.trunk_squares.sqrt() * scale)
-    trunk_spike = find_spike(trunk_T, capped_norm, max_norm)
+    trunk_spike = find_spike(trunk_T, capped_norm, bound)
     if mode == "group":
         table_factor, trunk_factor = _factor(tables_norm, max_norm), _factor(trunk_norm, max_norm)
     else:
         left = _norm(torch.stack([_norm(kept_R * row_factor_R, scale), trunk_norm]), scale)
         table_factor = trunk_factor = _factor(left, max_norm)
-    spikes = spike.num_spiking > 0 if mode != "global" else torch.zeros_like(is_bad)
+    never = mode == "global" or math.isinf(max_norm)
+    spikes = torch.zeros_like(is_bad) if never else spike.num_spiking > 0
     return Plan(
         row_norms_R=measured.row_norms_R, row_factor_R=row_factor_R, removed_R=removed_R, spiking_R=spike.spiking_R,
         cap=spike.cap, table_factor=table_factor, trunk_factor=trunk_factor, norm=norm, trunk_norm=trunk_norm, is_bad=is_bad,

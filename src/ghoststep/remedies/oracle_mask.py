@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,8 +48,8 @@ def oracle_mask(
         If every label of a batch is ignored, torch's mean cross entropy of it is NaN.
 
     Raises:
-        UsageError: a missing entry, labels of another shape, ids that are no integer tensor, a negative id, or a replacement that
-            is to be left out itself.
+        UsageError: a batch that is no mapping, a missing entry, labels of another shape, ids that are no integers, a negative id,
+            or a replacement that is to be left out itself or does not fit into the inputs' dtype.
 
     Cost: one comparison of the batch with the ids.
     """
@@ -56,6 +57,10 @@ def oracle_mask(
 
     chosen = _chosen(token_ids, replacement)
     ids = _integers(batch, ids_key)
+    if replacement > torch.iinfo(ids.dtype).max:
+        raise UsageError(
+            f"replacement is {replacement}; expected a token id that fits into batch[{ids_key!r}], which is {ids.dtype}"
+        )
     chosen_K = torch.tensor(chosen, dtype=torch.int64, device=ids.device)
     new = copy.copy(batch) if hasattr(batch, "__setitem__") else dict(batch)
     new[ids_key] = ids.masked_fill(torch.isin(ids, chosen_K), replacement)
@@ -97,7 +102,9 @@ class OracleCollator:
 
 
 def _chosen(token_ids: Iterable[int] | torch.Tensor, replacement: int) -> tuple[int, ...]:
-    chosen = tuple(sorted({int(i) for i in token_ids}))
+    if _index(replacement) is None:
+        raise UsageError(f"replacement is {replacement!r}; expected a token id, a whole number of 0 or more")
+    chosen = _whole_numbers(token_ids)
     if chosen and chosen[0] < 0:
         raise UsageError(f"token_ids holds {chosen[0]}; expected token ids, which are 0 or more")
     if replacement < 0:
@@ -109,9 +116,37 @@ def _chosen(token_ids: Iterable[int] | torch.Tensor, replacement: int) -> tuple[
     return chosen
 
 
+def _whole_numbers(token_ids: Any) -> tuple[int, ...]:
+    """Ascending, each once."""
+    expected = "expected a list or tensor of token ids, whole numbers of 0 or more"
+    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable) or getattr(token_ids, "ndim", 1) != 1:
+        shape = getattr(token_ids, "shape", None)
+        raise UsageError(f"token_ids is {f'of shape {tuple(shape)}' if shape is not None else repr(token_ids)}; {expected}")
+    chosen = set()
+    for given in token_ids:
+        i = _index(given)
+        if i is None:
+            raise UsageError(f"token_ids holds {given!r}; {expected}")
+        chosen.add(i)
+    return tuple(sorted(chosen))
+
+
+def _index(value: Any) -> int | None:
+    """A whole number of any library; None for what only looks like one (True, 5.0)."""
+    value = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def _integers(batch: Mapping[str, Any], key: str) -> torch.Tensor:
     import torch
 
+    if not hasattr(batch, "keys"):
+        raise UsageError(
+            f"the batch is a {type(batch).__name__}; expected a mapping with token ids under {key!r}, such as a dict"
+        )
     if key not in batch:
         raise UsageError(f"the batch has no {key!r}, only {', '.join(sorted(map(str, batch))) or 'nothing'}; name its entries by "
                          "ids_key and labels_key (None if it has no labels)")  # fmt: skip

@@ -78,7 +78,7 @@ def plan_repair(
     facts = inputs.rows
     effective_R = facts.norms_R * inputs.multiplier
     suspects = [int(i) for i in (effective_R < SPIKE_NORM).nonzero()[0]]
-    chosen, left = _choose(case, suspects) if not rows else (_asked(rows, effective_R), {})
+    chosen, left = _choose(case, suspects, named=_asked(rows, effective_R) if rows else {})
     if chosen:
         _refuse(checkpoint, stored, tables, case.fact(TieState))
     store = checkpoint.rows(tables.input.tensor.name)
@@ -135,17 +135,17 @@ def _refuse(checkpoint: Checkpoint, stored: StoredTensors, tables: Tables, tie: 
         )
 
 
-def _choose(case: Any, suspects: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
-    """Rows to repair and rows to leave, each with why."""
+def _choose(case: Any, suspects: Sequence[int], *, named: dict[int, str]) -> tuple[dict[int, str], dict[int, str]]:
+    """Rows to repair and rows to leave, each with why. Where rows are named, the other dangers are left and said to be."""
     reach, mixing = case.fact(SuspectReach), case.fact(MixingClass)
     template, vocabulary, declared = case.fact(TemplateTokens), case.fact(Vocabulary), case.fact(Declared)
     if isinstance(reach, Missing):
-        if suspects:
+        if suspects and not named:
             raise SubjectError(
                 f"{len(suspects)} rows are near zero, and which of them text can produce is unknown ({reach.reason}). Name them: "
                 f"--rows {','.join(map(str, suspects[:8]))}{',...' if len(suspects) > 8 else ''}"
             )
-        return {}, {}
+        return named, dict.fromkeys(sorted(set(suspects) - set(named)), "not asked for")
     exposed = exposures(reach, template, vocabulary, declared)
     padding = padding_ids(vocabulary, declared)
     chosen: dict[int, str] = {}
@@ -168,7 +168,10 @@ def _choose(case: Any, suspects: Sequence[int]) -> tuple[dict[int, str], dict[in
                 chosen[table_row] = exposure.exposure.value
             else:
                 left[table_row] = "harmless in this wiring"
-    return chosen, left
+    if not named:
+        return chosen, left
+    other = {i: f"a danger that was not asked for ({why})" for i, why in chosen.items() if i not in named}
+    return named, {**{i: why for i, why in left.items() if i not in named}, **other}
 
 
 def _asked(rows: Sequence[int], effective_R: Any) -> dict[int, str]:

@@ -27,12 +27,7 @@ def write_repair(source: Path, out: Path, repair: RowRepair, prove: Callable[[Pa
     original is only ever read. An unfinished folder of an earlier, killed run is removed first. Raises `UsageError` if `out`
     exists, `SubjectError` where there is no room or a file changes while it is copied.
     """
-    if out.exists() or out.is_symlink():
-        raise UsageError(f"--out {out} exists; name a folder that does not. Nothing was written.")
-    if out.resolve().is_relative_to(source.resolve()):
-        raise UsageError(f"--out {out} lies inside the checkpoint; name a folder outside it. Nothing was written.")
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: the folder {out.parent} does not exist. Nothing was written.")
+    check_place(source, out)
     files = sorted(_files(source))
     _check_room(source, out, files)
     stage = out.parent / f".{out.name}{_UNFINISHED}"
@@ -52,6 +47,20 @@ def write_repair(source: Path, out: Path, repair: RowRepair, prove: Callable[[Pa
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     return manifest
+
+
+def check_place(source: Path, out: Path) -> None:
+    """`UsageError` unless `source` is a folder and `out` can become a new one beside or away from it."""
+    if not source.is_dir():
+        raise UsageError(
+            f"{source} is not a folder on this machine; expected the folder of a checkpoint (download it first). Nothing was written."
+        )
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"--out {out} exists; name a folder that does not. Nothing was written.")
+    if out.resolve().is_relative_to(source.resolve()):
+        raise UsageError(f"--out {out} lies inside the checkpoint; name a folder outside it. Nothing was written.")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: the folder {out.parent} does not exist. Nothing was written.")
 
 
 def _files(source: Path) -> Iterator[str]:

@@ -212,6 +212,11 @@ def _open_file(path: Path, spec: str) -> Checkpoint:
         found = foreign_kind(source, file)
         if found:
             raise SubjectError(f"{spec} is {found}, which is not supported. Convert it to one of: {SUPPORTED_FORMATS}.")
+        if file.endswith(".py"):
+            raise SubjectError(
+                f"{spec} is Python code; expected the function in it that returns a setup (model, batch, loss): "
+                f"ghoststep check {spec}:setup"
+            )
         raise SubjectError(
             f"{spec} is no weight file of a known format: name a weight file or the checkpoint's folder. Supported: "
             f"{SUPPORTED_FORMATS}."

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ghoststep.errors import SubjectError, UsageError
 from ghoststep.finding import SubjectInfo
 from ghoststep.subjects.setup_batches import Batch, make_batches
+from ghoststep.subjects.setup_values import a, check_objects, check_pad_id, check_roles, users_file
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ SETUP_KEYS = (*_KEYS, "batch", "batches")
 
 
 def make_setup(given: Mapping[str, Any], *, name: str = "setup", fast: bool = False, also_known: Sequence[str] = ()) -> Setup:
-    """A `Setup` from a mapping with `batch` or `batches`; `UsageError` names unknown keys, a missing or wrong model.
+    """A `Setup` from a mapping with `batch` or `batches`; `UsageError` names unknown keys, a missing model, wrong values.
 
     With both `batch` and `batches`, the batch comes first and is not repeated. A tokenizer given as a path or name is loaded
     from files on this machine. `also_known` are names that a mistyped key may have meant beside those of a setup.
@@ -97,26 +98,20 @@ def make_setup(given: Mapping[str, Any], *, name: str = "setup", fast: bool = Fa
     if given.get("model") is None:
         raise UsageError(f"{name}: `model` is missing; a setup needs at least a model (torch.nn.Module)")
     if not isinstance(given["model"], torch.nn.Module):
-        raise UsageError(f"{name}: `model` is {_a(given['model'])}; expected a torch.nn.Module")
+        raise UsageError(f"{name}: `model` is {a(given['model'])}; expected a torch.nn.Module")
     if given.get("intent") not in (None, *INTENTS):
         raise UsageError(f"{name}: intent {given['intent']!r} is unknown; expected one of {', '.join(INTENTS)}")
     for key in ("loss_fn", "train_step", "save", "load"):
         if given.get(key) is not None and not callable(given[key]):
-            raise UsageError(f"{name}: `{key}` is {_a(given[key])}; expected a function")
-    for key in ("optimizer", "scheduler", "scaler"):
-        if isinstance(given.get(key), type):
-            raise UsageError(f"{name}: `{key}` is the class {given[key].__name__}; expected an instance of it")
-    steps = given.get("accumulation_steps")
-    if steps is not None and (not isinstance(steps, int) or steps < 1):
-        raise UsageError(f"{name}: accumulation_steps is {steps!r}; expected a whole number of micro-batches, 1 or more")
+            raise UsageError(f"{name}: `{key}` is {a(given[key])}; expected a function")
+    check_objects(given, name)
     values = {k: v for k, v in given.items() if k in _KEYS and v is not None}
     if isinstance(values.get("tokenizer"), (str, Path)):
         values["tokenizer"] = _load_tokenizer(str(values["tokenizer"]), name)
-    return Setup(**values, batches=make_batches(given, name), name=name, fast=fast)
-
-
-def _a(value: Any) -> str:
-    return f"a {type(value).__name__}" + (f" ({value!r:.60})" if isinstance(value, (str, int, float)) else "")
+    batches = make_batches(given, name)
+    check_roles(values.get("token_roles"), batches, name)
+    check_pad_id(values.get("pad_token_id"), given["model"], batches, name)
+    return Setup(**values, batches=batches, name=name, fast=fast)
 
 
 def _unknown(unknown: Sequence[str], also_known: Sequence[str]) -> str:
@@ -161,7 +156,7 @@ def _load_tokenizer(given: str, name: str) -> Any:
 def open_setup(spec: str, *, fast: bool = False) -> Setup:
     """Run the function that `spec` names, `path.py:function` or `module:function`, and take what it returns.
 
-    `SubjectError` when file, module or function is missing, or the function raises.
+    `SubjectError` when file, module or function is missing, or the function raises or calls `sys.exit`.
     """
     place, _, function_name = spec.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
@@ -169,14 +164,12 @@ def open_setup(spec: str, *, fast: bool = False) -> Setup:
     if not callable(function):
         known = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise SubjectError(f"{place} has no function {function_name!r}; it has: {known or 'none'}")
-    try:
+    with users_file(place, f"in {function_name}()"):
         returned = function()
-    except Exception as error:
-        raise SubjectError(f"{spec} raised {type(error).__name__}: {error}") from error
     if isinstance(returned, Setup):
         return returned
     if not isinstance(returned, Mapping):
-        raise SubjectError(f"{spec} returned {_a(returned)}; expected a mapping with `model`, `batch`, ...")
+        raise SubjectError(f"{spec} returned {a(returned)}; expected a mapping with `model`, `batch`, ...")
     return make_setup(returned, name=spec, fast=fast)
 
 
@@ -190,9 +183,8 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickling look the module up by name
     sys.path.insert(0, str(path.parent.resolve()))  # its neighbours import as when it is run as a script
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise SubjectError(f"{path} raised {type(error).__name__} while being imported: {error}") from error
+        with users_file(str(path), "while being imported"):
+            spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
     return module
@@ -201,9 +193,8 @@ def _load_file(path: Path) -> ModuleType:
 def _load_module(name: str) -> ModuleType:
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise SubjectError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        with users_file(f"module {name!r}", "while being imported"):
+            return importlib.import_module(name)
     finally:
         sys.path.pop(0)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ghoststep.errors import UsageError
+from ghoststep.subjects.setup_values import users_file
 
 Batch = Mapping[str, Any]
 """One batch as it is fed to the model or to `loss_fn`: names to tensors (other values pass through untouched)."""
@@ -54,7 +55,7 @@ def make_batches(given: Mapping[str, Any], name: str) -> tuple[Batch, ...]:
             raise UsageError(f"{name}: `batches` is a {type(rest).__name__}; expected a list of batches")
         steps = given.get("accumulation_steps")
         most = max(FEW, 2 * steps if isinstance(steps, int) else 0)
-        with _same_randomness(rest):
+        with _same_randomness(rest), users_file(name, "while its `batches` were read"):
             taken = list(rest if isinstance(rest, (list, tuple)) else itertools.islice(rest, most))
         if not taken and not found:
             raise UsageError(f"{name}: `batches` is empty; give at least one batch, or leave it out to look at the model alone")

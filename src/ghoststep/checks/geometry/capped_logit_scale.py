@@ -30,7 +30,8 @@ def capped_logit_scale(
 
     ## When it is not a problem
     Unnormalised dot products (the embeddings' length is free); the usual scales (10 to 100); a sigmoid loss with a bias; several
-    positives an example, which leave a floor of their own.
+    positives an example, which leave a floor of their own. A floor that is higher than the scale alone can keep it (14 leaves
+    almost nothing) comes from wrong targets: unknown here, for misaligned-positives to judge.
 
     ## How to confirm by hand
     ln(1 + (B - 1) · exp(-scale)) is the loss of pairs at cosine 1 and all others at cosine 0.
@@ -67,8 +68,22 @@ def capped_logit_scale(
         return Unknown(reason=f"{reason}; whether the scale or the loss itself keeps it there could not be told")
     if probe.num_examples < least_examples:
         return Unknown(reason=f"{reason} with {probe.num_examples} examples; {least_examples} are needed to judge")
+    allowed = _fraction_at(probe.scale, probe.num_examples)
+    if allowed < floor_fraction:
+        return Unknown(
+            reason=f"{reason}, {fraction:.0%} of it, but a scale of {probe.scale:.3g} alone leaves {allowed:.1%} at most with "
+            f"{probe.num_examples} examples: the targets are wrong (or something else bounds the logits), and the scale is not "
+            "what keeps it there (misaligned-positives judges the targets)"
+        )
     left_out = not math.isnan(probe.scale) and probe.scale < least_fixed_scale
     return answer([_finding(probe, fraction, own, floor_fraction, harms=probe.is_learnable or left_out)])
+
+
+def _fraction_at(scale: float, num_examples: int) -> float:
+    """Part of the loss of equal embeddings that this scale leaves with right targets at least as bad as cosines of 0 to all others;
+    NaN without a scale. Candidates of both columns count, as in NT-Xent."""
+    others = 2 * num_examples - 1
+    return math.log1p(others * math.exp(-scale)) / math.log1p(others)
 
 
 def _finding(probe: ContrastiveProbe, fraction: float, own: float, limit: float, *, harms: bool) -> Finding:

@@ -5,7 +5,7 @@ from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
 
 
-@check(code="GS510", severity=Severity.ERROR, basis=Basis.MEASURED)
+@check(code="GS510", severity=Severity.ERROR, basis=Basis.MEASURED, explains_anywhere=("capped-logit-scale",))
 def misaligned_positives(xray: ContrastiveXray, *, minimum_share: float = 0.5, least_anchors: int = 4) -> Answer:
     """A contrastive loss pulls examples to the partners of others instead of their own.
 

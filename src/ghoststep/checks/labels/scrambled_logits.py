@@ -6,7 +6,7 @@ from ghoststep.label_shift import no_answer
 from ghoststep.registry import Answer, Unknown, answer, check
 
 
-@check(code="GS213", severity=Severity.ERROR, basis=Basis.PROOF)
+@check(code="GS213", severity=Severity.ERROR, basis=Basis.PROOF, explains_anywhere=("decay-on-frozen-rows",))
 def scrambled_logits(xray: LossXray) -> Answer:
     """The loss compares each label with classes that belong to several positions: a reshape mixed time and classes.
 

@@ -5,7 +5,7 @@ from ghoststep.evidence.batch import BatchFacts
 from ghoststep.evidence.influence import Influence, Region
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, NotApplicable, answer, check
-from ghoststep.visibility import without_power
+from ghoststep.visibility import not_read, without_power
 
 _NO_BATCH = Missing(reason="not there")
 
@@ -53,6 +53,9 @@ def blind_context(influence: Influence, batch: BatchFacts | Missing = _NO_BATCH)
         one_sided = _sees_only_the_past(influence, batch)
         if one_sided is not None:
             return answer([one_sided])
+        left_out = not_read(influence)
+        if left_out is not None:
+            return left_out
         power = Power(quantity="positions blind to their past", smallest_detectable=1, unit="examples")
         return answer((), power=power, reason=f"{visible} of {looked} positions looked at see their past")
     if not influence.has_attention:

@@ -3,6 +3,7 @@
 from ghoststep.evidence.influence import Influence
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, NotApplicable, answer, check
+from ghoststep.visibility import not_read
 
 
 @check(
@@ -48,7 +49,9 @@ def nothing_visible(influence: Influence) -> Answer:
     if not influence.has_attention and not influence.nothing_visible:
         return NotApplicable(reason="no attention operation was seen to run")
     if not influence.nothing_visible:
-        return answer((), power=Power(quantity="real queries without a key", smallest_detectable=1, unit="positions"))
+        return not_read(influence) or answer(
+            (), power=Power(quantity="real queries without a key", smallest_detectable=1, unit="positions")
+        )
     example, position = influence.nothing_visible[0]
     number = len(influence.nothing_visible)
     return answer(

@@ -3,6 +3,7 @@
 from ghoststep.evidence.influence import Influence
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
+from ghoststep.visibility import examples_mixed, not_read
 
 
 @check(code="GS108", severity=Severity.ERROR, basis=Basis.MEASURED)
@@ -44,7 +45,12 @@ def order_blind(influence: Influence) -> Answer:
     power = Power(quantity="change by order over change by replacement", smallest_detectable=influence.order_floor)
     ratio = influence.order_change
     if ratio > influence.order_floor:
-        return answer((), power=power, reason=f"changing places moves {ratio:.2g} of what replacing does")
+        return not_read(influence) or answer(
+            (), power=power, reason=f"changing places moves {ratio:.2g} of what replacing does"
+        )
+    mixed = examples_mixed(influence)
+    if mixed is not None:
+        return mixed
     if influence.order_floor > 1e-2:
         return Unknown(reason=f"rounding alone reaches {influence.order_floor:.2g} of what replacing tokens does")
     return answer(

@@ -64,6 +64,8 @@ def visible_future(influence: Influence) -> Answer:
     if mixed is not None:
         return mixed
     if seen is None:
+        if influence.num_texts > 1:
+            return Unknown(reason=f"{influence.num_texts} texts in one call: the future was looked at in the last one only")
         if influence.against_order:
             return Unknown(
                 reason="routing serves later examples before earlier ones (GS105); a future was not seen to move a position, but "

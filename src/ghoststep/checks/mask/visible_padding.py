@@ -10,6 +10,7 @@ from ghoststep.visibility import (
     examples_mixed,
     judge_region,
     looked_at,
+    not_read,
     power_of,
     through_nothing,
     without_power,
@@ -51,15 +52,19 @@ def visible_padding(influence: Influence, batch: BatchFacts) -> Answer:
     ## References
     None.
     """
-    if batch.padding_BT is None and not influence.encoder_padding:
+    looked = looked_at(influence, Region.PADDING)
+    elsewhere = looked and influence.num_texts > 1  # the facts of the batch are those of one text
+    if batch.padding_BT is None and not influence.encoder_padding and not elsewhere:
         return NotApplicable(reason=f"nothing says what padding is ({batch.padding_source})")
-    if not influence.encoder_padding and batch.padding_BT is not None and not batch.padding_BT.any():
-        return NotApplicable(reason="the first batch has no padding")
+    if not influence.encoder_padding and batch.padding_BT is not None and not batch.padding_BT.any() and not elsewhere:
+        return not_read(influence) or NotApplicable(reason="the first batch has no padding")
     mixed = examples_mixed(influence)
     if mixed is not None:
         return mixed
-    if not looked_at(influence, Region.PADDING):
-        return NotApplicable(reason="no example has both padding and real tokens that were looked at")
+    if not looked:
+        if influence.num_examples < len(batch.ids_BT):
+            return Unknown(reason="no padding in the call of the model that was looked at, the first of several")
+        return not_read(influence) or NotApplicable(reason="no example has both padding and real tokens that were looked at")
     seen = judge_region(influence, Region.PADDING)
     if seen is None:
         return without_power(influence) or answer((), power=power_of(influence), reason=f"{batch.padding_source}: not seen")
@@ -70,7 +75,9 @@ def visible_padding(influence: Influence, batch: BatchFacts) -> Answer:
 
 def _finding(influence: Influence, batch: BatchFacts, seen: Seen) -> Finding:
     example, position = seen.reading.target
-    source = "of the encoder" if influence.encoder_padding else f"by {batch.padding_source}; it stands at the {batch.sides}"
+    source = "of the encoder" if influence.encoder_padding else f"by {batch.padding_source}"
+    if not influence.encoder_padding and not seen.reading.text:
+        source += f"; it stands at the {batch.sides}"
     given = (
         "a mask is passed, but the model does not take it as it is meant (1 = keep, True = ignore, additive, over keys?)"
         if batch.has_attention_mask

@@ -6,7 +6,7 @@ from ghoststep.evidence.batch import BatchFacts
 from ghoststep.evidence.rows import InputRows
 from ghoststep.evidence.tokenizer import Reach, SuspectReach
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
-from ghoststep.registry import Answer, answer, check
+from ghoststep.registry import Answer, Unknown, answer, check
 from ghoststep.row_measurement import consequence_of, train_step_text
 from ghoststep.severity import SPIKE_NORM
 from ghoststep.text import counted, printable
@@ -32,7 +32,8 @@ def amplified_rows(
     ## What it finds
     Near-zero rows of the input table (effective norm under 1e-6) are fed into one position of the first batch, through the real
     model, dtype and loss: at the first position, in the middle, at the start of a packed document and after left padding, as
-    far as the batch has them. Found if the gradient of the row is above `lost_factor` clip bounds, or not finite.
+    far as the batch has them. Found if the gradient of the row is above `lost_factor` clip bounds, or not finite. A gradient of
+    exactly 0 is no evidence: no loss depends on that position. Unknown if nothing else was measured in the middle.
 
     ## Why it matters
     Beyond a thousand clip bounds everything else in the step shrinks a thousandfold; beyond 1.8e19 the float32 norm is inf and
@@ -76,7 +77,9 @@ def amplified_rows(
         anywhere = _is_amplified(amplified, table_row, lost_factor, MIDDLE)
         severity = Severity.ERROR if is_fed and (anywhere or fed.get(table_row, False)) else Severity.WARNING
         findings.append(_finding(amplified, inputs, reach, worst, severity, spiked))
-    where = ", ".join(p.name for p in amplified.places)
+    if not findings and not kept and not any(p.name == MIDDLE for p in amplified.measured):
+        return Unknown(reason=_not_measured(amplified))
+    where = ", ".join(p.name for p in amplified.measured)
     power = Power(
         quantity=f"gradient of a row, at the {where}", smallest_detectable=lost_factor * amplified.bound, unit="L2 norm"
     )
@@ -85,6 +88,15 @@ def amplified_rows(
     if kept and isinstance(spiked, SpikedStep):
         reason = f"{counted(kept, 'row is', 'rows are')} amplified, and your own train_step keeps everything else in the step"
     return answer(findings, power=power, reason=None if findings else reason)
+
+
+def _not_measured(amplified: Amplification) -> str:
+    places = ", ".join(p.name for p in amplified.measured)
+    return (
+        f"only the {places} was measured, where no row is amplified: no loss depends on a position in the middle of a text"
+        if places
+        else "every gradient is exactly 0: no loss depends on the positions that rows were fed at, so nothing was measured"
+    )
 
 
 def _fed(batch: BatchFacts) -> dict[int, bool]:
@@ -119,7 +131,7 @@ def _finding(
     name = f"token {printable(token)} " if token else ""
     happens = consequence_of(reading, amplified.bound) + train_step_text(spiked)
     mine = [(p, r) for p in amplified.places if p is not place for r in p.readings if r.table_row == reading.table_row]
-    elsewhere = "; ".join(f"{p.name} {r.gradient:.2g}" for p, r in mine)
+    elsewhere = "; ".join(f"{p.name} {f'{r.gradient:.2g}' if p.is_measured else 'not measured'}" for p, r in mine)
     return Finding(
         message=f"the input row {reading.table_row} {name}has norm {reading.norm:.3g} (median {inputs.rows.median_norm:.3g}), and "
         f"fed at the {place.name} its gradient is {reading.gradient:.3g}{f' ({elsewhere})' if elsewhere else ''}: {happens}. Set the "

@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.evidence.amplification import (
-    FIRST,
-    LEFT,
     LOST_FACTOR,
-    MIDDLE,
     OVERFLOW_GRADIENT,
-    PACKED,
     Amplification,
     Place,
     Reading,
 )
 from ghoststep.evidence.batch import BatchFacts
 from ghoststep.evidence.rows import InputRows
+from ghoststep.instruments.live.amplification_places import Seat, depended_on, places_of, seat_of
 from ghoststep.instruments.live.calling import LiveCall
 from ghoststep.instruments.live.live_tables import input_weight
 from ghoststep.instruments.live.outputs import vectors, with_vectors
@@ -47,8 +44,9 @@ SEED = 20
 def amplification(setup: Setup, call: LiveCall, batch: BatchFacts, inputs: InputRows) -> Amplification:
     """Feed up to three near-zero rows of the table, as they are, at every kind of place that the batch has.
 
-    `DoesNotApply` where no row is near zero (then nothing is run), or the table is frozen. Cost: one forward and one backward
-    without parameter gradients for each row and place, at most 12; 2 with `--fast`. Nothing is changed.
+    `DoesNotApply` where no row is near zero (then nothing is run), or the table is frozen. `CannotLook` where the loss depends on
+    no position. Cost: one forward and one backward without parameter gradients to find positions that the loss depends on, and one
+    for each row and place, at most 13; 3 with `--fast`. Nothing is changed.
     """
     norms_R = inputs.rows.norms_R
     silent = _rows_without_gradient(call, batch)
@@ -60,7 +58,10 @@ def amplification(setup: Setup, call: LiveCall, batch: BatchFacts, inputs: Input
         raise DoesNotApply("the input table is frozen: its rows get no gradient")
     chosen = _chosen(suspects, norms_R, set(batch.ids_BT.ravel().tolist()), fast=setup.fast)
     fed = [Fed(row=table[i].detach().clone(), table_row=i, direction=i) for i in chosen]
-    seats = places_of(batch)[: 2 if setup.fast else None]
+    depended_BT = depended_on(setup, call, batch)
+    if not depended_BT.any():
+        raise CannotLook("no position of the first batch gets a gradient, so no row's gradient could be measured")
+    seats = places_of(batch, depended_BT)[: 2 if setup.fast else None]
     return measure(setup, call, batch, table, seats, fed, inputs.rows.median_norm)
 
 
@@ -72,7 +73,9 @@ def sweep(
 
     places: names of `Place`; empty for all that the batch has. rows: table rows, fed as they are too; a row of exact zeros has no
     direction and is fed as it is only. The norm of all gradients is measured beside the row's, and once more at each norm where the
-    law predicts that a step is lost. Cost: one forward and backward with parameter gradients for each norm, row and place.
+    law predicts that a step is lost. Where the loss depends on no such place, it is fed
+    all the same, and every gradient is 0. Cost: one forward and backward with parameter gradients for each norm, row and place, and
+    one without.
     `CannotLook` if the batch has none of the places, or a row is not there.
     """
     import torch
@@ -93,7 +96,8 @@ def sweep(
             unit = along / along.abs().max()
             unit = (unit / unit.norm()).to(table.device)
             fed += [Fed(row=(unit * norm * median).to(table.dtype), direction=i) for norm in norms]
-    chosen = [p for p in places_of(batch) if not places or p[0] in places]
+    seats = places_of(batch, depended_on(setup, call, batch))
+    chosen = [p for p in seats if not places or p[0] in places]
     if not chosen:
         raise CannotLook(f"the batch has none of the places {', '.join(places)}")
     return measure(setup, call, batch, table, chosen, fed, median, with_total=True)
@@ -124,37 +128,6 @@ def _rows_without_gradient(call: LiveCall, batch: BatchFacts) -> set[int]:
     return {int(i) for i in silent if i is not None} | ({batch.pad_id} - {None} - real if batch.pad_id is not None else set())
 
 
-def places_of(batch: BatchFacts) -> list[tuple[str, int, int]]:
-    """(name, example, position) of each kind of place that the batch has."""
-    import numpy as np
-
-    num_examples, width = batch.ids_BT.shape
-    padding_BT = np.zeros((num_examples, width), dtype=bool) if batch.padding_BT is None else batch.padding_BT
-    found: list[tuple[str, int, int]] = []
-    lengths = (~padding_BT).sum(axis=1)
-    longest = int(lengths.argmax())
-    real = (~padding_BT[longest]).nonzero()[0]
-    if len(real) == 0:
-        raise CannotLook("every position of the batch is padding")
-    unpadded = [b for b in range(num_examples) if lengths[b] and not padding_BT[b, 0]]
-    if unpadded:
-        found.append((FIRST, max(unpadded, key=lambda b: int(lengths[b])), 0))
-    found.append((MIDDLE, longest, int(real[len(real) // 2])))
-    padded = [b for b in range(num_examples) if lengths[b] and padding_BT[b, 0]]
-    if padded:
-        b = max(padded, key=lambda b: int(lengths[b]))
-        found.append((LEFT, b, int((~padding_BT[b]).nonzero()[0][0])))
-    if batch.document_BT is not None:
-        for b in range(num_examples):
-            document_T = batch.document_BT[b]
-            starts = [t for t in range(1, width) if document_T[t] != document_T[t - 1] and not padding_BT[b, t]
-                      and not padding_BT[b, t - 1]]  # fmt: skip
-            if starts:
-                found.append((PACKED, b, starts[0]))
-                break
-    return found
-
-
 def measure(
     setup: Setup, call: LiveCall, batch: BatchFacts, table: torch.Tensor, seats: Sequence[tuple[str, int, int]],
     fed: Sequence[Fed], median: float, *, with_total: bool = False,
@@ -182,7 +155,7 @@ def measure(
             measured.append(place)
     return Amplification(
         places=tuple(measured), multiplier=factor, num_loss_tokens=sum(batch.supervised_per_batch[:1]), median_norm=median,
-        bound=bound, num_passes=sum(len(p.readings) for p in measured),
+        bound=bound, num_passes=1 + sum(len(p.readings) for p in measured),
     )  # fmt: skip
 
 
@@ -214,40 +187,6 @@ def multiplier(call: LiveCall, table: torch.Tensor) -> float:
     if got.shape != given.shape or not square > 0:
         return 1.0
     return float((given * got).sum() / square)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Where a row is fed: the ids of the look-up that it goes into, and the example and position within it."""
-
-    ids: torch.Tensor
-    example: int
-    position: int
-
-    def is_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if the embedding was called with these ids."""
-        import torch
-
-        given = args[0] if args else next(iter(kwargs.values()), None)
-        return isinstance(given, torch.Tensor) and torch.equal(given, self.ids)
-
-    def put(self, output: Any, row: torch.Tensor) -> Any:
-        """The embedding's output with this row instead of the one that stands there."""
-        given = vectors(output)
-        changed = given.reshape(-1, given.shape[-1]).clone()
-        changed[self.example * self.ids.shape[-1] + self.position] = row
-        return with_vectors(output, changed.reshape(given.shape))
-
-
-def seat_of(call: LiveCall, batch: BatchFacts, example: int, position: int) -> Seat:
-    """The look-up that holds this example of the batch."""
-    wanted = batch.ids_BT[example]
-    for ids in call.ids:
-        rows = ids.reshape(-1, ids.shape[-1]).tolist() if ids.dim() in (1, 2) else []
-        for b, row in enumerate(rows):
-            if row == wanted[: len(row)].tolist() and all(i < 0 for i in wanted[len(row) :].tolist()):
-                return Seat(ids=ids, example=b, position=position)
-    raise CannotLook("no look-up of the embedding holds the example, so no row can be fed there")
 
 
 def _one(

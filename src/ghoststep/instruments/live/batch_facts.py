@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ghoststep.errors import CannotLook
+from ghoststep.errors import CannotLook, SetupCannotRun
 from ghoststep.evidence.batch import BatchFacts
 from ghoststep.instruments.live.batch_documents import announced_documents
 from ghoststep.instruments.live.calling import LiveCall
@@ -139,7 +139,7 @@ def _padding(
     filled_BT = ids_BT < 0
     if pad_id is None:
         return (filled_BT, "calls of different length") if filled_BT.any() else (None, "no attention_mask and no pad_token_id")
-    padding_BT = _runs_at_the_ends(ids_BT, labels_BT, pad_id, is_stop=pad_id in eos_ids)
+    padding_BT = runs_at_the_ends(ids_BT, labels_BT, pad_id, is_stop=pad_id in eos_ids)
     return padding_BT | filled_BT, f"pad_token_id {pad_id}"
 
 
@@ -155,7 +155,7 @@ def _mask(entries: Mapping[str, torch.Tensor], shape: torch.Size) -> tuple[str, 
     return "", None
 
 
-def _runs_at_the_ends(
+def runs_at_the_ends(
     ids_BT: NDArray[np.int64], labels_BT: NDArray[np.int64] | None, pad_id: int, *, is_stop: bool
 ) -> NDArray[np.bool_]:
     """Runs of the pad id at either end of an example. A single one that is supervised may be text (an end token): not PAD.
@@ -221,7 +221,9 @@ def _roles(setup: Setup, ids_BT: NDArray[np.int64]) -> NDArray[np.int64] | None:
         # The model puts tokens of its own in front, which have no role.
         value = torch.nn.functional.pad(value, (shape[1] - value.shape[1], 0), value=-1)
     if tuple(value.shape) != tuple(shape):
-        raise CannotLook(f"token_roles has shape {tuple(value.shape)}; the batch has {tuple(shape)}")
+        raise SetupCannotRun(
+            f"token_roles has shape {list(value.shape)}; expected {list(shape)}, that of the ids which the model looks up"
+        )
     return stack([value], -1)
 
 

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.evidence.batch import BatchFacts
 from ghoststep.evidence.equivalence import PooledExample, Pooling
-from ghoststep.instruments.live.calling import LiveCall, compute_loss, eager
+from ghoststep.instruments.live.batch_facts import runs_at_the_ends
+from ghoststep.instruments.live.calling import LiveCall, compute_loss, eager, is_varied
+from ghoststep.instruments.live.influence_hooks import hidden_tensor
 from ghoststep.instruments.live.influence_intent import returns_vectors
-from ghoststep.instruments.live.influence_survey import hidden_tensor
 from ghoststep.instruments.live.untouched import untouched
 from ghoststep.instruments.live.users_errors import users_code
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 PARALLEL = 1e-3
 """Gradients of two positions are proportional if 1 - |cosine| lies below this."""
@@ -43,23 +46,30 @@ def pooling(setup: Setup, call: LiveCall, batch: BatchFacts) -> Pooling:
         raise DoesNotApply("the first batch has no padding that is known as such")
     leaves = _cut_and_run(setup, call)
     found: list[PooledExample] = []
-    total = 0
+    total, num_unmatched = 0, 0
     for leaf in leaves:
         if leaf.tensor.grad is None:
             continue
         offset = _offset(batch, leaf.ids_BT)
-        if offset is None:
+        padding_BT = _padding(batch, leaf.ids_BT, offset)
+        if padding_BT is None:
+            num_unmatched += 1
             continue
         kinds = [_kind(g) for g in leaf.tensor.grad.detach().float().cpu()]
         if any(k == "" for k in kinds):
             raise DoesNotApply("the loss reads single positions with gradients of their own: nothing is pooled")
         total += len(kinds)
         for b, kind in enumerate(kinds):
-            entry = _example(batch, offset + b, kind, leaf.tensor.grad[b])
+            entry = _example(padding_BT[b], (offset or 0) + b, kind, leaf.tensor.grad[b])
             if entry is not None:
                 found.append(entry)
     if not found:
         raise CannotLook("no hidden state of a padded example was seen to reach the loss")
+    if num_unmatched and not any(f.num_padding for f in found):
+        raise CannotLook(
+            "hidden states of more texts than the first look-up's reach the loss (another tower?), and without a pad_token_id nothing "
+            "says where those are padded"
+        )
     return Pooling(examples=tuple(found), num_examples=total, padding_source=batch.padding_source, num_forward=1)
 
 
@@ -68,10 +78,19 @@ def _cut_and_run(setup: Setup, call: LiveCall) -> list[_Leaf]:
 
     leaves: list[_Leaf] = []
     current: list[torch.Tensor] = []
+    only_looked_up = [True]
+
+    def other_tower(module: torch.nn.Module, ids: torch.Tensor) -> bool:
+        # Tags and types are looked up beside the tokens; tokens of another text are, once layers have run over the first one.
+        return not only_looked_up[0] and _looks_up(module, ids) and is_varied(ids)
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if module is call.embedding and args and isinstance(args[0], torch.Tensor) and args[0].dim() == 2:
-            current[:] = [args[0].detach().cpu()]
+        ids = args[0] if args else None
+        if isinstance(ids, torch.Tensor) and ids.dim() == 2 and (module is call.embedding or other_tower(module, ids)):
+            current[:] = [ids.detach().cpu()]
+            only_looked_up[:] = [True]
+        elif getattr(module, "weight", None) is not None and not _looks_up(module, ids):
+            only_looked_up[:] = [False]
         if not current or not isinstance(output, torch.Tensor):
             return None
         batch, time = current[0].shape
@@ -100,6 +119,14 @@ def _cut_and_run(setup: Setup, call: LiveCall) -> list[_Leaf]:
     return leaves
 
 
+def _looks_up(module: torch.nn.Module, given: Any) -> bool:
+    import torch
+
+    weight = getattr(module, "weight", None)
+    is_table = isinstance(weight, torch.Tensor) and weight.dim() == 2
+    return is_table and isinstance(given, torch.Tensor) and not given.is_floating_point()
+
+
 def _offset(batch: BatchFacts, ids_BT: torch.Tensor) -> int | None:
     """Which example of the batch facts the first of these ids is; None if they are not among them."""
     import numpy as np
@@ -112,6 +139,16 @@ def _offset(batch: BatchFacts, ids_BT: torch.Tensor) -> int | None:
         if np.array_equal(batch.ids_BT[offset : offset + rows, :time], ids):
             return offset
     return None
+
+
+def _padding(batch: BatchFacts, ids_BT: torch.Tensor, offset: int | None) -> NDArray[np.bool_] | None:
+    """Padding of these ids: that of the batch facts from `offset` on, or, of another tower's texts, runs of the pad id."""
+    rows, time = ids_BT.shape
+    if offset is not None and batch.padding_BT is not None:
+        return batch.padding_BT[offset : offset + rows, :time]
+    if batch.pad_id is None or batch.pad_id in batch.eos_ids:
+        return None
+    return runs_at_the_ends(ids_BT.long().numpy(), None, batch.pad_id, is_stop=False)
 
 
 def _kind(gradient_TD: torch.Tensor) -> str:
@@ -132,10 +169,7 @@ def _kind(gradient_TD: torch.Tensor) -> str:
     return ""
 
 
-def _example(batch: BatchFacts, example: int, kind: str, gradient_TD: torch.Tensor) -> PooledExample | None:
-    assert batch.padding_BT is not None
-    time = gradient_TD.shape[0]
-    padding = batch.padding_BT[example, :time]
+def _example(padding: NDArray[np.bool_], example: int, kind: str, gradient_TD: torch.Tensor) -> PooledExample | None:
     real = (~padding).nonzero()[0]
     if not padding.any() or not len(real) or kind == "none":
         return None

@@ -70,7 +70,7 @@ def _run_again(setup: Setup, number: int) -> IdBeyondTable | None:
                 compute_loss(setup, setup.batches[number])
             except IdBeyondTable as stop:
                 return stop if is_varied(stop.ids) else None
-            except Exception:  # the user's own code, told by the first run
+            except (Exception, SystemExit):  # the user's own code, told by the first run
                 return None
     finally:
         for handle in handles:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.evidence.base import Missing
@@ -16,8 +17,10 @@ from ghoststep.evidence.batch import BatchFacts
 from ghoststep.evidence.influence import Influence, Region
 from ghoststep.evidence.loss import LossXray
 from ghoststep.instruments.live.base_probe import BaseProbe
+from ghoststep.instruments.live.batch_facts import is_sequence_to_sequence
 from ghoststep.instruments.live.calling import LiveCall
 from ghoststep.instruments.live.influence_intent import causal_intent
+from ghoststep.instruments.live.influence_layout import batch_stands_first, has_pads_inside, no_order
 from ghoststep.instruments.live.influence_order import order_change
 from ghoststep.instruments.live.influence_plan import Block, document_stop, positions, turned
 from ghoststep.instruments.live.influence_power import lifted, switched_off
@@ -25,8 +28,12 @@ from ghoststep.instruments.live.influence_probe import Probe
 from ghoststep.instruments.live.influence_regions import Regions
 from ghoststep.instruments.live.influence_result import influence_of, nothing_visible_at_all, power
 from ghoststep.instruments.live.influence_session import Session, swap_floor
+from ghoststep.instruments.live.influence_streams import facts_of, joined, texts_apart
 from ghoststep.registry import instrument
 from ghoststep.subjects.setup import Setup
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIRMATIONS = 3
 """Repeats with other tokens before a future that no gradient shows is taken for a choice that flipped under rounding."""
@@ -38,6 +45,11 @@ class _Given:
     call: LiveCall
     batch: BatchFacts | Missing
     xray: LossXray | Missing
+    stream: torch.Tensor | None = None
+
+    def probe(self, *, training: bool | None = None) -> Probe:
+        """A probe of the first call, of one of its texts where one is named."""
+        return Probe(self.call, training=training, stream=self.stream)
 
 
 @instrument
@@ -46,15 +58,35 @@ def influence(
 ) -> Influence:
     """Measure influence on the first batch. Cost, in passes over the batch up to the head: 7 forwards and 2 backwards (no
     gradient of parameters); one more for padding, one for dropout, two for expert routing, two for a model in eval mode that
-    differs in train mode, 5 to 13 where examples see each other; with `setup.fast` 3 forwards and 1 backward. Nothing is
-    changed; see `untouched`.
+    differs in train mode, 5 to 13 where examples see each other; with `setup.fast` 3 forwards and 1 backward; all of that and
+    one more for each text where a call looks several up that do not meet. Nothing is changed; see `untouched`.
 
     Models whose mixing is switched off by zeros are measured with those parameters perturbed, and put back bit for bit.
     """
     given = _Given(setup=setup, call=call, batch=batch, xray=xray)
+    texts = [] if is_sequence_to_sequence(call, setup.intent) else texts_apart(base.probe)
+    main = _look(given, base.probe)
+    if not texts:
+        return main
+
+    def look(number: int, ids: torch.Tensor) -> Influence | str:
+        if ids.dim() != 2:
+            return "its ids have no dimension of examples"
+        try:
+            facts = facts_of(batch, call, ids, number, len(texts))
+            one = replace(given, stream=ids, batch=facts, xray=Missing(reason="read for each text by itself"))
+            return _look(one, one.probe())
+        except (CannotLook, DoesNotApply) as reason:
+            return str(reason)
+
+    return joined(main, texts, look)
+
+
+def _look(given: _Given, first: Probe) -> Influence:
+    setup, call, batch, xray = given.setup, given.call, given.batch, given.xray
     off = switched_off(call.core, vectors=False)
     with lifted(off) if off else nullcontext():
-        sessions = _measure(given, None if off else base.probe)
+        sessions = _measure(given, None if off else first)
     if not power(sessions[0].swaps, sessions[0].floor)[1] and not power(sessions[0].gradients, 0.0)[1]:
         more = switched_off(call.core, vectors=True)
         if len(more) > len(off):
@@ -64,7 +96,7 @@ def influence(
     plain, order = sessions[0], None
     if not setup.fast and not nothing_visible_at_all(plain):
         if off:
-            plain = _session(given, base.probe.turned() if sessions[0].probe.time_first else base.probe)
+            plain = _session(given, first.turned() if sessions[0].probe.time_first else first)
             plain.coupled = sessions[0].coupled
         quiet = _without_random(given, plain)
         order = None if quiet is None else order_change(quiet)
@@ -100,7 +132,7 @@ def _without_random(given: _Given, session: Session) -> Session | None:
     if not session.probe.stochastic:
         return session
     try:
-        probe = Probe(given.call, training=False)
+        probe = given.probe(training=False)
         other = _session(given, probe.turned() if session.probe.time_first else probe)
     except CannotLook as reason:
         session.reasons.append(f"the order of tokens in eval mode: {reason}")
@@ -116,7 +148,7 @@ def _without_random(given: _Given, session: Session) -> Session | None:
 def _measure(given: _Given, probe: Probe | None) -> list[Session]:
     """All passes in the user's mode and, where it is eval and differs, a few in train mode."""
     fast = given.setup.fast
-    session = _session(given, probe or Probe(given.call))
+    session = _session(given, probe or given.probe())
     examples = session.examples
     if not examples:
         raise DoesNotApply("every example has a single real position: there is nothing to see")
@@ -142,7 +174,7 @@ def _measure(given: _Given, probe: Probe | None) -> list[Session]:
     _confirm(session)
     if fast or session.probe.training or session.coupled:
         return [session]
-    probe = Probe(given.call, training=True)
+    probe = given.probe(training=True)
     other = _session(given, probe.turned() if session.probe.time_first else probe)
     if not _differ(session, other):
         return [session]
@@ -160,24 +192,17 @@ def _time_first(given: _Given, session: Session) -> Session | None:
     alone.swap(alone.blocks(session.examples[:1], 0), across=True)
     if power(alone.swaps, session.floor)[1]:
         return None
+    if batch_stands_first(given.call, session.probe):
+        return None
     turned = _session(given, session.probe.turned())
-    if not turned.examples or _has_pads_inside(turned):
+    if not turned.examples or has_pads_inside(turned):
         return None
     _first_swaps(turned, turned.examples, fast=given.setup.fast)
     session.probe.num_forward, session.probe.num_backward = turned.probe.num_forward, turned.probe.num_backward
-    if turned.coupled or not power(turned.swaps, turned.floor)[1]:
+    if turned.coupled or not power(turned.swaps, turned.floor)[1] or no_order(turned):
         return None
     turned.reasons.append("the model takes time before batch: examples are the second dimension of its ids")
     return turned
-
-
-def _has_pads_inside(session: Session) -> bool:
-    """A real position behind padding that stands behind a real one: examples read that way are no texts."""
-    import numpy as np
-
-    real = session.at.real
-    behind = np.logical_or.accumulate(session.at.padding & np.logical_or.accumulate(real, axis=1), axis=1)
-    return bool((real & behind).any())
 
 
 def _differ(one: Session, other: Session) -> bool:

@@ -87,6 +87,11 @@ def turned(
     """The facts with batch and time exchanged where they were read from a model that takes time first."""
     import numpy as np
 
+    if isinstance(batch, BatchFacts) and batch.ids_BT.shape[0] > ids_BT.shape[1] and batch.ids_BT.shape[1] >= ids_BT.shape[0]:
+        rows, time = ids_BT.shape[1], ids_BT.shape[0]  # several calls stand below one another, and this is one of them
+        if np.array_equal(batch.ids_BT[:rows, :time].T, ids_BT) and not np.array_equal(batch.ids_BT[:time, :rows], ids_BT):
+            padding, labels = _cut(batch.padding_BT, rows, time), _cut(batch.labels_BT, rows, time)
+            batch = replace(batch, ids_BT=batch.ids_BT[:rows, :time], padding_BT=padding, labels_BT=labels)
     if isinstance(batch, BatchFacts) and batch.ids_BT.shape != ids_BT.shape and np.array_equal(batch.ids_BT.T, ids_BT):
         batch = replace(
             batch, ids_BT=ids_BT, padding_BT=_turn(batch.padding_BT), document_BT=None, labels_BT=_turn(batch.labels_BT)
@@ -97,6 +102,10 @@ def turned(
                 target_probability_BT=xray.target_probability_BT.T,
             )  # fmt: skip
     return batch, xray
+
+
+def _cut(table: NDArray[Any] | None, rows: int, time: int) -> NDArray[Any] | None:
+    return None if table is None or table.ndim != 2 else table[:rows, :time]
 
 
 def _turn(table: NDArray[Any] | None) -> NDArray[Any] | None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook
 from ghoststep.instruments.live.calling import LiveCall, eager
 from ghoststep.instruments.live.influence_attention import AttentionSeen
-from ghoststep.instruments.live.influence_survey import EnoughError, as_hidden, hidden_tensor, survey
+from ghoststep.instruments.live.influence_hooks import EnoughError, as_hidden, hidden_tensor
+from ghoststep.instruments.live.influence_survey import survey
 from ghoststep.instruments.live.outputs import vectors, with_vectors
 from ghoststep.instruments.live.untouched import untouched
 from ghoststep.instruments.live.users_errors import users_code
@@ -32,7 +34,9 @@ class Probe:
     random numbers.
     """
 
-    def __init__(self, call: LiveCall, *, which: int = 0, training: bool | None = None) -> None:
+    def __init__(
+        self, call: LiveCall, *, which: int = 0, training: bool | None = None, stream: torch.Tensor | None = None
+    ) -> None:
         import torch
 
         if call.embedding is None:
@@ -44,25 +48,31 @@ class Probe:
         self._random = torch.get_rng_state()
         self._generator = torch.Generator().manual_seed(0)
         with self.quiet():
-            seen = survey(self.core, self.run, call)
+            seen = survey(self.core, self.run, call, stream)
         self.base, self.readout, self.attention = seen.base, seen.readout, seen.attention
         self.ids_BT, self.tables, self.num_streams = seen.ids_BT, seen.tables, seen.num_streams
         self.encoder_ids, self._encoder_tables = seen.encoder_ids, seen.encoder_tables
+        self.streams, self.position_sizes = seen.streams, seen.position_sizes
 
     def turned(self) -> Probe:
         """The same probe with batch and time exchanged, sharing what was measured."""
         other = copy.copy(self)
         other.time_first = not self.time_first
         other.ids_BT, other.base = self.ids_BT.T.contiguous(), self.base.transpose(0, 1).contiguous()
+        other.encoder_ids = None if self.encoder_ids is None else self.encoder_ids.T.contiguous()
         other.attention = AttentionSeen(num_operations=self.attention.num_operations, num_choices=self.attention.num_choices)
         return other
 
     def encoder_hidden(self, replaced_BS: torch.Tensor) -> torch.Tensor:
         """The decoder's H after other tokens were put into the encoder's ids [B, S]. One forward."""
         assert self.encoder_ids is not None  # the caller looked
+        return self.hidden_with(self.encoder_ids, self._encoder_tables, replaced_BS)
+
+    def hidden_with(self, ids: torch.Tensor, tables: list[torch.nn.Module], replaced: torch.Tensor) -> torch.Tensor:
+        """H after other tokens were put in place of these ids, which the call looks up in these tables. One forward."""
         other = copy.copy(self)
-        other.ids_BT, other.tables = self.encoder_ids, self._encoder_tables
-        hidden = other.hidden(replaced_BS)
+        other.ids_BT, other.tables = ids, tables
+        hidden = other.hidden(replaced)
         self.num_forward = other.num_forward
         return hidden
 
@@ -222,14 +232,16 @@ class Probe:
     def _reading(self, caught: list[torch.Tensor], shape: tuple[int, int] | None = None) -> Iterator[None]:
         module, is_input = self.readout.module, self.readout.is_input
         batch, time = shape or self._layout
+        numbers = itertools.count()
 
         def before(m: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             caught.append(args[0] if args else next(iter(kwargs.values())))
             raise EnoughError
 
         def after(m: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            number = next(numbers)
             tensor = hidden_tensor(output, batch, time)
-            if tensor is not None:
+            if tensor is not None and self.readout.which in (None, number):
                 caught.append(tensor)
 
         handle = module.register_forward_pre_hook(before, with_kwargs=True) if is_input else module.register_forward_hook(after)

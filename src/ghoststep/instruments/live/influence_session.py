@@ -115,7 +115,7 @@ class Session:
         import torch
 
         ids = self.probe.encoder_ids
-        if ids is None:
+        if ids is None or ids.shape[0] != self.at.ids.shape[0]:
             return
         given = self.probe.call.kwargs.get("attention_mask")
         if isinstance(given, torch.Tensor) and given.shape == ids.shape:

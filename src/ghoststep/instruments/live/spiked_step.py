@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ghoststep.errors import CannotLook, DoesNotApply
 from ghoststep.evidence.amplification import Amplification, SpikedStep
 from ghoststep.evidence.batch import BatchFacts
-from ghoststep.instruments.live.amplification import Seat, multiplier, seat_of
+from ghoststep.instruments.live.amplification import multiplier
+from ghoststep.instruments.live.amplification_places import Seat, seat_of
 from ghoststep.instruments.live.calling import LiveCall, eager
 from ghoststep.instruments.live.kept_batches import fresh
 from ghoststep.instruments.live.live_tables import input_weight

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.engine import describe
@@ -28,7 +28,7 @@ def users_code() -> Iterator[None]:
         yield
     except (CannotLook, DoesNotApply):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CannotLook(f"the model or the loss raised {describe(error)}") from error
 
 
@@ -43,16 +43,17 @@ def as_it_is(setup: Setup, what: str = "", *, number: int = 0) -> Iterator[None]
         yield
     except (CannotLook, DoesNotApply):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if type(error).__name__ in _OUT_OF_MEMORY:
             raise CannotLook(f"out of memory in the setup's own code: {describe(error)}") from error
         who = what or _who(setup, error)
         batch = setup.batches[number]
         hint = _key_hint(setup, batch)
-        raise SetupCannotRun(f"{who} raised {describe(error)}, on batch {number} ({described(batch)}){hint}") from error
+        did = f"called sys.exit({error.code!r:.60})," if isinstance(error, SystemExit) else "raised"
+        raise SetupCannotRun(f"{who} {did} {describe(error)}, on batch {number} ({described(batch)}){hint}") from error
 
 
-def _who(setup: Setup, error: Exception) -> str:
+def _who(setup: Setup, error: BaseException) -> str:
     in_model = any(f.name == "_call_impl" for f in traceback.extract_tb(error.__traceback__))
     if setup.loss_fn is None:
         return "your model"
@@ -73,6 +74,20 @@ def _key_hint(setup: Setup, batch: Mapping[str, Any]) -> str:
     return f"; none of these is an argument of the model's forward, which takes {', '.join(names[:8])}"
 
 
+@contextlib.contextmanager
+def parts_alone(*modules: Iterable[str]) -> Iterator[None]:
+    """A call of the whole model that the loss never makes: `CannotLook` says so, with the parts that it did call."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        parts = sorted({name.partition(".")[0] for names in modules for name in names})
+        called = f"it calls parts of it ({', '.join(parts[:4])})" if parts else "it calls no part of it either"
+        raise CannotLook(
+            f"the loss never calls the model itself, where hooks see its inputs and outputs: {called}; "
+            "let loss_fn call model(...), whose forward calls the parts"
+        ) from error
+
+
 def with_graph_if_need_be(run: Callable[[], torch.Tensor], *begin_again: Callable[[], None]) -> torch.Tensor:
     """`run()` as it is called, under `no_grad`; once more with gradients where that raises: a loss may call autograd itself."""
     import torch
@@ -81,7 +96,7 @@ def with_graph_if_need_be(run: Callable[[], torch.Tensor], *begin_again: Callabl
         return run()
     except (CannotLook, DoesNotApply):
         raise
-    except Exception:
+    except (Exception, SystemExit):
         for undo in begin_again:
             undo()
         with torch.enable_grad():

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.mutations import harm
 from tests.mutations.architectures import (
     MASK,
+    PREFIX,
     Arch,
     Batch,
     Setup,
@@ -80,7 +81,8 @@ def accumulated(by_window: bool) -> Callable[[Arch], Setup]:
     """Two uneven micro-batches an optimizer step; divided by the window's count of labels, or each by its own."""
 
     def make(arch: Arch) -> Setup:
-        lengths = ((20, 19, 20, 18), (5, 4, 6, 4))
+        longer = PREFIX + 2 if "prefix" in arch.traits else 0  # a text that ends within the prefix trains nothing
+        lengths = ((20, 19, 20, 18), (5 + longer, 4 + longer, 6 + longer, 4 + longer))
         batches = []
         for seed, n in enumerate(lengths):
             ids, mask = sentences(seed, "right", n)

@@ -236,9 +236,9 @@ for line in sys.stdin:
 def test_killed_at_random_moments_nothing_is_half_written(tmp_path: Path) -> None:
     """SIGKILL at 50 moments between the start of writing and its usual end. The writers are forks of one process, so that each
     starts at once."""
-    odd = build(tmp_path / "odd", rows=64, dims=8192, input_rows={20: 0.0})  # some megabytes, so that copying takes a while
-    for n in range(6):
-        (odd / f"extra-{n}.bin").write_bytes(os.urandom(1 << 20))
+    odd = build(tmp_path / "odd", rows=64, dims=2048, input_rows={20: 0.0})
+    for n in range(2):
+        (odd / f"extra-{n}.bin").write_bytes(os.urandom(1 << 18))
     before = digests(odd)
     server = subprocess.Popen(
         [sys.executable, "-c", FORKING, str(odd)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

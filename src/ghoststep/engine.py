@@ -6,12 +6,11 @@ reason; a check or an instrument that raises makes them `broken`, and nothing el
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,8 +88,7 @@ class Case:
         if isinstance(arguments, Missing):
             return arguments
         try:
-            with self._alarm():
-                result = instrument.function(*arguments)
+            result = self._in_time(instrument.function, arguments)
         except _OutOfTimeError:
             return Missing(reason=f"out of time (--timeout) during {instrument.name}")
         except DoesNotApply as error:
@@ -121,37 +119,48 @@ class Case:
             arguments.append(value)
         return arguments
 
-    @contextlib.contextmanager
-    def _alarm(self) -> Iterator[None]:
+    def _in_time(self, function: Callable[..., object], arguments: Sequence[object]) -> object:
+        """The function's result; `_OutOfTimeError` from inside it once the deadline is over."""
         if self._deadline is None:
-            yield
-            return
+            return function(*arguments)
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
             raise _OutOfTimeError
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-            yield
-            return
+            return function(*arguments)
+        return _rung(remaining, function, arguments)
 
-        is_armed = True
 
-        def ring(*_: object) -> None:
-            if is_armed and not is_undisturbed():
-                raise _OutOfTimeError
+def _rung(seconds: float, function: Callable[..., object], arguments: Sequence[object]) -> object:
+    """Call the function with an alarm set.
 
-        start = time.monotonic()
-        previous = signal.signal(signal.SIGALRM, ring)
-        # It rings again and again: one that falls into a __del__ or a callback is swallowed there.
-        outer_remaining, outer_interval = signal.setitimer(signal.ITIMER_REAL, remaining, 0.25)
+    The alarm may ring at any bytecode, also in this very function before the call and after it; so it is set inside the
+    `try`, and put off by the outer of two `finally`, which is reached even where the ring falls into the inner one.
+    """
+    is_armed = True
+
+    def ring(*_: object) -> None:
+        if is_armed and not is_undisturbed():
+            raise _OutOfTimeError
+
+    start = time.monotonic()
+    outer_remaining, outer_interval = signal.getitimer(signal.ITIMER_REAL)
+    previous = signal.getsignal(signal.SIGALRM)
+    try:
         try:
-            yield
+            signal.signal(signal.SIGALRM, ring)
+            # It rings again and again: one that falls into a __del__ or a callback is swallowed there.
+            signal.setitimer(signal.ITIMER_REAL, seconds, 0.25)
+            return function(*arguments)
         finally:
             is_armed = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous if previous is not None else signal.SIG_DFL)
-            if outer_remaining:  # somebody else's alarm: give it back what is left of its time
-                left = max(1e-3, outer_remaining - (time.monotonic() - start))
-                signal.setitimer(signal.ITIMER_REAL, left, outer_interval)
+    finally:
+        is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous if previous is not None else signal.SIG_DFL)
+        if outer_remaining:  # somebody else's alarm: give it back what is left of its time
+            left = max(1e-3, outer_remaining - (time.monotonic() - start))
+            signal.setitimer(signal.ITIMER_REAL, left, outer_interval)
 
 
 _HERE = f"{Path(__file__).parent.as_posix()}/"

@@ -24,8 +24,9 @@ def undisturbed() -> Iterator[None]:
         yield
         return
     held: list[tuple[Any, ...]] = []
-    _open.append(None)
-    try:
+    depth = len(_open)
+    try:  # before the entry is made: a Ctrl-C right after it must not leave it behind
+        _open.append(None)
         previous = signal.getsignal(signal.SIGINT)
         if callable(previous) and len(_open) == 1:
             signal.signal(signal.SIGINT, lambda *given: held.append(given))
@@ -35,6 +36,6 @@ def undisturbed() -> Iterator[None]:
             if callable(previous) and len(_open) == 1:
                 signal.signal(signal.SIGINT, previous)
     finally:
-        _open.pop()
+        del _open[depth:]
     if held and callable(previous):
         previous(*held[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -200,6 +201,17 @@ def test_the_deadline_interrupts_a_slow_instrument_and_keeps_what_is_known() -> 
     assert verdict.outcome is Outcome.UNKNOWN
     assert "out of time" in (verdict.reason or "")
     assert ask(case, too_heavy).outcome is Outcome.FOUND
+
+
+def test_a_deadline_that_falls_into_the_setting_of_the_alarm_leaves_no_alarm_behind() -> None:
+    """Deadlines a few microseconds away, so that the alarm rings while it is being set or put off."""
+    kept, outcomes = signal.getsignal(signal.SIGALRM), set()
+    for tick in range(4000):
+        case = Case([Scale()], [weigh], timeout_seconds=tick % 200 * 5e-7)
+        outcomes.add(ask(case, too_heavy).outcome)
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), tick
+        assert signal.getsignal(signal.SIGALRM) is kept, tick
+    assert Outcome.UNKNOWN in outcomes
 
 
 def test_the_deadline_is_looked_at_between_measurements_in_other_threads() -> None:

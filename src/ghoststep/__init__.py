@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ghoststep.finding import Basis, Finding, Outcome, Power, Quantity, Report, Severity, Symptom, Verdict, Where
     from ghoststep.remedies.clip import clip_grad_norm_
     from ghoststep.remedies.gate_floor import GateFloor
+    from ghoststep.remedies.loss import lm_loss
     from ghoststep.remedies.oracle_mask import OracleCollator, oracle_mask
     from ghoststep.subjects.setup import Setup
 
@@ -24,6 +25,7 @@ _HOMES = {
     "amplify": "ghoststep.amplifying",
     "check": "ghoststep.api",
     "clip_grad_norm_": "ghoststep.remedies.clip",
+    "lm_loss": "ghoststep.remedies.loss",
     "GateFloor": "ghoststep.remedies.gate_floor",
     "OracleCollator": "ghoststep.remedies.oracle_mask",
     "oracle_mask": "ghoststep.remedies.oracle_mask",
@@ -60,6 +62,7 @@ __all__ = [
     "amplify",
     "check",
     "clip_grad_norm_",
+    "lm_loss",
     "oracle_mask",
 ]
 

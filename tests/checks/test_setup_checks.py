@@ -182,7 +182,7 @@ def test_missing_parameters_that_the_loss_never_uses() -> None:
 
 def test_warm_up_is_only_ever_a_note() -> None:
     def facts(*lrs: float, **more: Any) -> ScheduleFacts:
-        return ScheduleFacts(**{"lrs_ahead": lrs, "is_bound": True, "is_adaptive": True, "has_state": False, **more})
+        return ScheduleFacts(**{"lrs_ahead": lrs, "is_adaptive": True, "has_state": False, **more})
 
     assert isinstance(missing_warm_up(facts(1e-3, 9e-4)), Found)
     assert isinstance(missing_warm_up(facts(0.0, 1e-3)), Clear)

@@ -389,7 +389,9 @@ class TestKeys:
             {"token_roles": [[0] * 5 + [1] * 5] * 4},
             {"token_roles": "labels", "batch": {"ids": batch()["ids"], "labels": torch.ones(4, 10, dtype=torch.long)}},
         ):
-            make_setup(setup(**changed))
+            taken = make_setup(setup(**changed))
+            key = next(iter(changed))
+            assert getattr(taken, key) is changed[key]
 
     def test_batch_and_batches(self) -> None:
         first, second = batch(seed=1), batch(seed=2)

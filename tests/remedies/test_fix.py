@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import ghoststep
+from ghoststep.cli.fix import parse_rows
 from ghoststep.cli.main import build_app
 from ghoststep.errors import SubjectError, UsageError
 from ghoststep.finding import Outcome
 from ghoststep.remedies.rows import plan_repair
-from ghoststep.remedies.rows_proof import parse_rows
 from ghoststep.remedies.rows_write import MANIFEST
 from ghoststep.subjects.checkpoint import open_checkpoint
 from tests.checkpoints import build

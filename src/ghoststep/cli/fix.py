@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ def fix(
 ) -> None:
     """Give near-zero input rows a small random value, in a new checkpoint that is otherwise the same, byte for byte."""
     from ghoststep.remedies.rows import plan_repair
-    from ghoststep.remedies.rows_proof import parse_rows, prove_repair
+    from ghoststep.remedies.rows_proof import prove_repair
     from ghoststep.remedies.rows_write import check_place, write_repair
     from ghoststep.subjects.checkpoint import open_checkpoint
     from ghoststep.text import counted, printable
@@ -65,6 +66,20 @@ def fix(
     for key, value in manifest["proof"].items():
         _say(f"{key.replace('_', ' ')}: {value}")
     typer.echo(f"{counted(len(repair.rows), 'row', 'rows')} repaired in {out} ({manifest['num_files_copied']} files copied)")
+
+
+def parse_rows(given: Sequence[str]) -> list[int]:
+    """Row numbers of "5", "7-9" and "1,2"; `UsageError` for anything else."""
+    rows: set[int] = set()
+    for part in ",".join(given).split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UsageError(f"--rows {part!r}: expected numbers and ranges, such as 5,17,100-120")
+        low, high = int(first), int(last or first)
+        if high - low > 1_000_000 or high < low:
+            raise UsageError(f"--rows {part!r}: expected an ascending range of at most a million rows")
+        rows.update(range(low, high + 1))
+    return sorted(rows)
 
 
 def _say(text: str) -> None:

@@ -215,11 +215,10 @@ class StepProbe(Evidence):
 class ScheduleFacts(Evidence):
     """A scheduler against the optimizer. lrs_ahead: largest learning rate over the groups at each of the next steps, now first.
 
-    is_bound: the scheduler's optimizer is the setup's. is_adaptive: Adam-like (second moments). has_state: has stepped before.
+    is_adaptive: Adam-like (second moments). has_state: has stepped before.
     """
 
     lrs_ahead: tuple[float, ...]
-    is_bound: bool
     is_adaptive: bool
     has_state: bool
 
@@ -243,7 +242,7 @@ class ContrastiveProbe(Evidence):
     num_examples: B. floor: the smallest loss that any embeddings of the model's kind reached. free_floor: the same when their
     length is free (a larger length acts as a larger scale; what remains is the loss's own, such as ln of the number of
     positives); NaN where the loss normalises by itself and is no plain softmax. collapsed: the loss when all embeddings are equal
-    (ln B for InfoNCE). is_normalised: the embeddings have one norm. scale: the logit scale of a softmax over cosines, NaN for
+    (ln B for InfoNCE).  scale: the logit scale of a softmax over cosines, NaN for
     other losses. is_learnable: the scale comes from a trainable parameter.
     duplicates: (example i, example j): the target of j has the token ids of i's own positive, and the loss pushes i away from it.
     duplicates_looked_at: False where token ids could not be matched to embeddings.
@@ -253,7 +252,6 @@ class ContrastiveProbe(Evidence):
     floor: float
     free_floor: float
     collapsed: float
-    is_normalised: bool
     is_learnable: bool
     scale: float
     duplicates: tuple[tuple[int, int], ...]

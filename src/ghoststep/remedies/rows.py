@@ -25,7 +25,7 @@ TARGET_SHARE = 0.1
 """Norm of a repaired row over the median norm. Large enough that no step is lost (0 against 504 of 504 trigger steps, measured by
 `benchmarks/lost_steps.py`), small enough to say little before it is trained."""
 
-_DTYPES = ("f64", "f32", "f16", "bf16")
+_DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,11 +214,10 @@ def decode(store: Any, table_row: int) -> torch.Tensor:
     """One stored row in its own dtype."""
     import torch
 
-    kinds = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-    if store.info.dtype not in kinds:
-        raise SubjectError(f"{store.info.name} is stored as {store.info.dtype}; expected one of {', '.join(kinds)}")
+    if store.info.dtype not in _DTYPES:
+        raise SubjectError(f"{store.info.name} is stored as {store.info.dtype}; expected one of {', '.join(_DTYPES)}")
     raw = bytes(store.raw_rows(table_row, table_row + 1))
-    return torch.frombuffer(bytearray(raw), dtype=kinds[store.info.dtype])
+    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, _DTYPES[store.info.dtype]))
 
 
 def _draw(table_row: int, target: float, num_dims: int, dtype: str, seed: int) -> tuple[bytes, float]:
@@ -228,8 +227,7 @@ def _draw(table_row: int, target: float, num_dims: int, dtype: str, seed: int) -
     generator = torch.Generator().manual_seed((seed * 1_000_003 + table_row) % 2**63)
     row = torch.randn(num_dims, generator=generator, dtype=torch.float64)
     row *= target / float(row.norm())
-    kind = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    stored = row.to(kind)
+    stored = row.to(getattr(torch, _DTYPES[dtype]))
     norm = float(stored.double().norm())
     if not abs(norm - target) <= 0.05 * target:
         raise SubjectError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,19 +115,3 @@ def _build(folder: Path) -> Any:
             else:
                 os.environ[key] = value
     return model.eval()
-
-
-def parse_rows(given: Sequence[str]) -> list[int]:
-    """Row numbers of "5", "7-9" and "1,2"; `UsageError` for anything else."""
-    from ghoststep.errors import UsageError
-
-    rows: set[int] = set()
-    for part in ",".join(given).split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise UsageError(f"--rows {part!r}: expected numbers and ranges, such as 5,17,100-120")
-        low, high = int(first), int(last or first)
-        if high - low > 1_000_000 or high < low:
-            raise UsageError(f"--rows {part!r}: expected an ascending range of at most a million rows")
-        rows.update(range(low, high + 1))
-    return sorted(rows)

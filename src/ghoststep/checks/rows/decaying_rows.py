@@ -37,7 +37,9 @@ def decaying_rows(
     1 - c · lr above 1 - 2^-9 rounds away, and the twin shows it); a model that adds learned positions to the row.
 
     ## How to confirm by hand
-    `w[row].double().norm()` of a token that the data lacks, now and a thousand steps later.
+    `w[row].double().norm()` of a token that the data lacks, now and a thousand steps later. To plan a run: `Schedule(kind="cosine",
+    peak=4e-4, warm_up=2000, total=10**6, floor=0.1).crossing(1.0, 1e-6, decay=0.1, horizon=10**6)` of `ghoststep.decay_law`
+    gives the step in closed form (385,286), for constant, linear and cosine schedules with warm-up and floor.
 
     ## How to fix
     Put the input table into a group with `weight_decay=0`, or decay it less. Rows that are already small: `ghoststep fix`.

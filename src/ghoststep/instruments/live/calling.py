@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import CannotLook, SetupCannotRun
@@ -44,7 +44,7 @@ class LiveCall(Evidence):
     is none. embedding: the module that looked the token ids up, or None; ids: one int64 tensor [B, T] a look-up.
     head: the module whose output's last dimension is the number of classes, or None if the loss never called one;
     head_inputs / head_outputs: its detached tensors, one a call. num_classes: classes of the head or of the logits.
-    logits: the logits tensor in the last call's output (detached), or None; logits_path: where it stands in the output.
+    logits: the logits tensor in the last call's output (detached), or None.
     """
 
     model: torch.nn.Module
@@ -62,7 +62,6 @@ class LiveCall(Evidence):
     head_outputs: tuple[torch.Tensor, ...]
     num_classes: int | None
     logits: torch.Tensor | None
-    logits_path: tuple[str | int, ...] = field(default=())
 
     @property
     def num_table_rows(self) -> int | None:
@@ -174,13 +173,13 @@ def live_call(setup: Setup) -> LiveCall:
     embedding_name, ids = seen.token_look_ups()
     head_name, head_inputs, head_outputs = seen.head()
     modules = dict(core.named_modules())
-    path, logits = find_logits(calls[-1].output, head_outputs[-1].shape[-1] if head_outputs else None)
+    logits = find_logits(calls[-1].output, head_outputs[-1].shape[-1] if head_outputs else None)
     classes = head_outputs[-1].shape[-1] if head_outputs else None if logits is None else logits.shape[-1]
     return LiveCall(
         model=setup.model, core=core, wrappers=wrappers, calls=tuple(calls), loss=loss, loss_error=error,
         embedding=modules.get(embedding_name) if ids else None, embedding_name=embedding_name, ids=tuple(ids),
         head=modules.get(head_name) if head_outputs else None, head_name=head_name, head_inputs=tuple(head_inputs),
-        head_outputs=tuple(head_outputs), num_classes=classes, logits=logits, logits_path=path,
+        head_outputs=tuple(head_outputs), num_classes=classes, logits=logits,
     )  # fmt: skip
 
 

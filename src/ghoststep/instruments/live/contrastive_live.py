@@ -44,7 +44,7 @@ def contrastive_probe(setup: Setup, call: LiveCall, xray: ContrastiveXray) -> Co
     duplicates = _duplicates(xray, int(seam.values[0].shape[0]))
     return ContrastiveProbe(
         num_examples=num, floor=reached.floor, free_floor=reached.free, collapsed=reached.collapsed,
-        is_normalised=norm is not None, is_learnable=is_learnable, scale=reached.scale,
+        is_learnable=is_learnable, scale=reached.scale,
         duplicates=duplicates or (), duplicates_looked_at=duplicates is not None,
     )  # fmt: skip
 

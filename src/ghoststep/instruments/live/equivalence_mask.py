@@ -35,7 +35,7 @@ def other_mask(setup: Setup, call: LiveCall, batch: BatchFacts, single: SingleRu
     given = arguments[1].get(NAME)
     generates = has_generation(call.core)
     others = _without(arguments) if given is not None else _with(arguments, runs.probe.ids_BT[:1, : stop - start])
-    _refuse(call.core, given, others is arguments, stop - start, generates=generates)
+    _refuse(call.core, given, stop - start, generates=generates)
     before = runs.num_examples
 
     def measure() -> Found:
@@ -56,7 +56,7 @@ def has_generation(core: torch.nn.Module) -> bool:
     return callable(getattr(core, "generate", None)) and callable(getattr(core, "prepare_inputs_for_generation", None))
 
 
-def _refuse(core: torch.nn.Module, given: Any, unchanged: bool, time: int, *, generates: bool) -> None:
+def _refuse(core: torch.nn.Module, given: Any, time: int, *, generates: bool) -> None:
     """`DoesNotApply` where leaving out or adding a mask means nothing."""
     import torch
 

@@ -28,7 +28,6 @@ class Positions:
     padding: NDArray[np.bool_]
     document: NDArray[np.int64]
     trained: NDArray[np.bool_]
-    trained_known: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ def positions(
         trained[:, :-1] &= given[:, 1:]
     known = trained is not None and bool((trained & real).any())
     return Positions(
-        ids=ids_BT, real=real, padding=padding, document=document, trained_known=known,
+        ids=ids_BT, real=real, padding=padding, document=document,
         trained=trained & real if known and trained is not None else real,
     )  # fmt: skip
 

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-GRADIENT_FLOOR = 1e-30
-"""Relative gradient below which a reading is not counted (float32 denormals)."""
-
 
 def changes(hidden: torch.Tensor, base: torch.Tensor) -> NDArray[np.float64]:
     """L2 change of each hidden state over the median norm of the unperturbed ones, [B, T]. Equal NaNs are no change, a NaN that

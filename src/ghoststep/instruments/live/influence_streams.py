@@ -43,9 +43,7 @@ def texts_apart(probe: Probe) -> list[torch.Tensor]:
             own = k
         flat = ids.reshape(1, -1).numpy()
         everywhere = flat < flat + 1
-        at = Positions(
-            ids=flat, real=everywhere, padding=~everywhere, document=0 * flat, trained=everywhere, trained_known=False
-        )
+        at = Positions(ids=flat, real=everywhere, padding=~everywhere, document=0 * flat, trained=everywhere)
         replaced = replacements(at, everywhere, tables, (), k + 1).reshape(ids.shape)
         still.append(bool((changes(probe.hidden_with(ids, tables, replaced), probe.base) <= STILL).all()))
     if not any(still):

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     import torch
 
 
-def find_logits(output: Any, num_classes: int | None) -> tuple[tuple[str | int, ...], torch.Tensor | None]:
-    """Where the logits stand in a model's output: the attribute, key or place, and the tensor (detached); ((), None) if nowhere.
+def find_logits(output: Any, num_classes: int | None) -> torch.Tensor | None:
+    """The logits in a model's output (detached), None if there are none.
 
     A tensor output is itself. Otherwise "logits" by name, else the first floating tensor with `num_classes` as last dimension.
     """
@@ -23,21 +23,18 @@ def find_logits(output: Any, num_classes: int | None) -> tuple[tuple[str | int, 
         )  # fmt: skip
 
     if isinstance(output, torch.Tensor):
-        return ((), output.detach()) if fits(output) else ((), None)
+        return output.detach() if fits(output) else None
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, torch.Tensor):
-        return ("logits",), named.detach()
-    items: list[tuple[str | int, Any]] = []
+        return named.detach()
     if isinstance(output, Mapping):
-        items = list(output.items())
+        items = list(output.values())
     elif isinstance(output, (tuple, list)):
-        items = list(enumerate(output))
-    elif hasattr(output, "__dict__"):
-        items = list(vars(output).items())
-    for key, value in items:
-        if fits(value):
-            return (key,), value.detach()
-    return (), None
+        items = list(output)
+    else:
+        items = list(getattr(output, "__dict__", {}).values())
+    found = next((value for value in items if fits(value)), None)
+    return None if found is None else found.detach()
 
 
 def num_places(model: torch.nn.Module) -> int:

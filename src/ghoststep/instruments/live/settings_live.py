@@ -39,7 +39,6 @@ def schedule_facts(setup: Setup) -> ScheduleFacts:
     ahead = step_ahead(scheduler, all_held, AHEAD, lambda: _largest_rate(all_held))
     return ScheduleFacts(
         lrs_ahead=tuple(ahead),
-        is_bound=True,
         is_adaptive=any("betas" in g and "eps" in g for g in all_held.groups),
         has_state=any(bool(getattr(o, "state", None)) for o in all_held.optimizers),
     )

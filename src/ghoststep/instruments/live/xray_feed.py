@@ -36,7 +36,6 @@ class Feeder:
     look_ups: int = 0
     last_hidden: torch.Tensor | None = None
     last_module: torch.nn.Module | None = None
-    unfed_calls: int = 0
 
 
 @contextlib.contextmanager
@@ -118,7 +117,6 @@ def _feed(feeder: Feeder, fill: Fill, keep_dtype: bool) -> Callable[..., Any]:
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            feeder.unfed_calls += 1
             return None
         given = args[0] if args and isinstance(args[0], torch.Tensor) else output
         # A leaf of one class stride: the gradient has the full shape, the leaf itself takes no memory.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ghoststep.instruments.live.xray_graph import class_dimension, node_rows
 from ghoststep.instruments.live.xray_rows import MASKED_BELOW, Targets, chunks, signature, sketch, sketch_of, targets
 
 if TYPE_CHECKING:
@@ -53,16 +54,6 @@ def log_softmax_nodes(loss: torch.Tensor, fewest: int, most: int | None) -> list
                 found.append(node)
         queue += [n for n, _ in node.next_functions]
     return found
-
-
-def class_dimension(node: Any) -> int:
-    """The class dimension. torch saves it as an unsigned number: -1 comes back as 2**64 - 1."""
-    dim = int(node._saved_dim)
-    return dim - (1 << 64) if dim >= 1 << 63 else dim
-
-
-def node_rows(value: torch.Tensor, node: Any) -> torch.Tensor:
-    return value.movedim(class_dimension(node), -1).reshape(-1, value.shape[class_dimension(node)])
 
 
 _LINEAR = frozenset(

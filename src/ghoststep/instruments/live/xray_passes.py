@@ -19,7 +19,7 @@ from ghoststep.instruments.live.xray_nodes import (
     rows_by_order,
     rows_of_leaves,
 )
-from ghoststep.instruments.live.xray_path import has_softmax_before, positions_of_a_row
+from ghoststep.instruments.live.xray_path import has_softmax_before, positions_of_a_row, rows_by_graph
 from ghoststep.instruments.live.xray_rows import is_tie
 from ghoststep.instruments.live.xray_run import frozen, loss_graph
 from ghoststep.instruments.live.xray_streams import Rows
@@ -162,13 +162,13 @@ def _first(look: Look) -> tuple[Reading, list[torch.Tensor], list[Pass]]:
         if not leaves or not loss.requires_grad:
             raise NothingFedError(called=bool(leaves))
         width = leaves[0].shape[-1]
-        reading = Reading(
-            rows=[], residual=math.nan, recipe="", num_classes=width, num_calls=len(leaves), num_forward=1,
-            fed_loss=float(loss.detach()),
-        )  # fmt: skip
+        reading = Reading(rows=[], residual=math.nan, recipe="", num_classes=width, num_calls=len(leaves), num_forward=1)
+        reading.fed_loss = float(loss.detach())
         nodes = _nodes(look, loss, leaves)
-        readings, arrived = read_nodes(loss, nodes, leaves, with_order=True) if nodes else ([], [])
-        links = rows_by_order(readings, leaves, arrived) if readings else None
+        links = rows_by_graph(nodes, leaves)
+        readings, arrived = read_nodes(loss, nodes, leaves, with_order=links is None) if nodes else ([], [])
+        if readings and links is None:
+            links = rows_by_order(readings, leaves, arrived)
         if readings and links is None:
             links = rows_of_leaves(loss, readings, leaves)
             look.mixed = positions_of_a_row(loss, readings, leaves) if links is None and not look.hidden else 0
@@ -226,7 +226,7 @@ def _take_nodes(
         for k, (leaf_rows, node_rows) in enumerate(per_leaf):
             if not leaf_rows.numel():
                 continue
-            columns = torch.arange(node.num_classes) if look.hidden else _columns(node, live[k], fed[k].leaf.shape[-1])
+            columns = torch.arange(node.num_classes) if look.hidden else _columns(node, live[k : k + 1], fed[k].leaf.shape[-1])
             label = torch.where(found.label_N >= 0, columns[found.label_N.clamp_min(0)], -1)
             if not look.hidden:
                 reading.leaf_labels[k][leaf_rows] = label[node_rows]
@@ -246,13 +246,13 @@ def _take_nodes(
             )
 
 
-def _columns(node: NodeReading, live_V: torch.Tensor, width: int) -> torch.Tensor:
+def _columns(node: NodeReading, live: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     """Which class of the head each class of the log-softmax is: all, or those that were kept before it."""
     import torch
 
     if node.num_classes == width:
         return torch.arange(width)
-    kept = live_V.nonzero().flatten()
+    kept = live[0].nonzero().flatten()
     if kept.numel() == node.num_classes:
         return kept
     if kept.numel() == 0 or int(kept[-1]) < node.num_classes:

@@ -8,6 +8,8 @@ Time: in one process, a training step (zero_grad, forward, backward, AdamW step)
 the ratio is that of the medians, by the clock and by CPU time (one thread, so that the latter is fair on a busy machine).
 Passes are counted from outside, by hooks on the model's own blocks and head, in units of the whole batch: a forward of one
 example of four counts 0.25. A backward to the inputs alone (parameters ask for no gradient) does half of a backward's work.
+Freed memory is kept by the process while time is measured, as an accelerator's allocator keeps it (`--return-memory`: handed back at
+once, as glibc does with large blocks; then both sides mostly measure how fast the kernel hands out zeroed pages).
 Memory: in a fresh process each, the peak of VmHWM above its value after the imports, and above that of the built setup.
 Shapes are random Llama models in float32, tied; four examples, three of them padded on the right.
 """
@@ -18,6 +20,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -261,7 +264,9 @@ def measure_memory(name: str) -> None:
     peaks = {}
     for what in ("step", "full", "fast"):
         command = [sys.executable, __file__, "--one-memory", name, what]
-        peaks[what] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=plain)
+        peaks[what] = json.loads(done.stdout.splitlines()[-1])
     for what in ("full", "fast"):
         ratios = {k: peaks[what][k] / peaks["step"][k] for k in ("above_imports", "above_setup")}
         print(
@@ -282,6 +287,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-time", action="store_true")
+    parser.add_argument("--return-memory", action="store_true", help="do not keep freed memory while time is measured")
     parser.add_argument("--no-table", action="store_true", help="no counted passes")
     parser.add_argument("--one-memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -289,6 +295,9 @@ def main() -> None:
     if options.one_memory:
         one_memory(*options.one_memory)
         return
+    if not options.return_memory and not options.no_time and "MALLOC_MMAP_MAX_" not in os.environ:
+        kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **kept})
     for name in options.shapes:
         if not options.no_time:
             measure_time(name, options.rounds, with_table=not options.no_table)

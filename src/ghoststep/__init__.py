@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ghoststep.remedies.loss import lm_loss
     from ghoststep.remedies.oracle_mask import OracleCollator, oracle_mask
     from ghoststep.subjects.setup import Setup
+    from ghoststep.watching.policy import GhoststepWarning, LostStepError
+    from ghoststep.watching.watch import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -30,6 +32,8 @@ _HOMES = {
     "OracleCollator": "ghoststep.remedies.oracle_mask",
     "oracle_mask": "ghoststep.remedies.oracle_mask",
     "Setup": "ghoststep.subjects.setup",
+    **dict.fromkeys(("GhoststepWarning", "LostStepError"), "ghoststep.watching.policy"),
+    **dict.fromkeys(("Watch", "watch"), "ghoststep.watching.watch"),
     **dict.fromkeys(
         ("CannotLook", "ConfigError", "DoesNotApply", "GhoststepError", "SubjectError", "UsageError"), "ghoststep.errors"
     ),
@@ -47,6 +51,8 @@ __all__ = [
     "Finding",
     "GateFloor",
     "GhoststepError",
+    "GhoststepWarning",
+    "LostStepError",
     "OracleCollator",
     "Outcome",
     "Power",
@@ -58,12 +64,14 @@ __all__ = [
     "Symptom",
     "UsageError",
     "Verdict",
+    "Watch",
     "Where",
     "amplify",
     "check",
     "clip_grad_norm_",
     "lm_loss",
     "oracle_mask",
+    "watch",
 ]
 
 

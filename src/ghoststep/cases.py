@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def declared_plan(given: Sequence[Any], training: TrainingKind | None, seed: int) -> list[TrainingPlan]:
-    """The declared plan. A setup shows by itself what it trains (`instruments.live`), so nothing is assumed for it."""
-    if training is None and any(s.kind == "setup" for s in given):
+    """The declared plan. A setup shows by itself what it trains (`instruments.live`), and a run has trained it: nothing is assumed."""
+    if training is None and any(s.kind in ("setup", "run") for s in given):
         return []
     kind = training or TrainingKind.FULL
     return [TrainingPlan(training=kind, training_declared=training is not None, seed=seed)]

@@ -56,6 +56,14 @@ SYMPTOMS: tuple[SymptomEntry, ...] = (
         command=_CHECKPOINT,
     ),
     SymptomEntry(
+        title="the loss jumps once in a while, or training slows down or fills the memory from step to step",
+        keywords=("loss+spike", "loss+jump", "slower+step", "memory+grow", "memory+leak", "out of memory+later", "gets slower"),
+        suspects=("loss-spike", "growing-graph", "exploding-gradient", "zeroed-step", "crushed-step", "skipped-by-scaler"),
+        meaning="A batch, a row or a layer that left its own history, or a loss that keeps the graphs of earlier steps. Which step, "
+        "which token and which tensor is in the record of a watched run.",
+        command="ghoststep run -- train.py",
+    ),
+    SymptomEntry(
         title="the model never stops talking",
         keywords=("never stops", "stop talking", "does not stop", "endless", "no eos", "keeps generating", "runs on"),
         suspects=("unsupervised-stop-token", "padding-in-loss", "special-token-disagreement", "dead-template-rows"),

@@ -15,7 +15,7 @@ from ghoststep.errors import GhoststepError
 if TYPE_CHECKING:
     import typer
 
-VERBS = ("check", "explain", "checks", "census", "fix", "gallery")
+VERBS = ("check", "run", "explain", "checks", "census", "fix", "gallery")
 _HELP = "Find silent failures of language-model training, prove them, and say what to do."
 
 
@@ -48,7 +48,8 @@ def build_app(verbs: tuple[str, ...] = VERBS) -> typer.Typer:
         pass
 
     for verb in verbs:
-        app.command()(getattr(importlib.import_module(f"ghoststep.cli.{verb}"), verb))
+        module = importlib.import_module(f"ghoststep.cli.{verb}")
+        app.command(context_settings=getattr(module, "CONTEXT", None))(getattr(module, verb))
     return app
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
 
 def open_subject(spec: str, *, offline: bool = False, fast: bool = False) -> Subject:
     """The subject that `spec` names: `path.py:function` or `module:function` (a setup, whose function is run),
-    `hf:org/name[@rev]` on the Hub, otherwise a path of a checkpoint folder or file. `fast` bounds what a setup may cost.
+    `hf:org/name[@rev]` on the Hub, otherwise a path of a run folder, or of a checkpoint folder or file. `fast` bounds what a setup
+    may cost.
 
     Raises `SubjectError` when it cannot be opened at all; the message says what was found, what is supported, what to do.
     """
@@ -18,6 +20,10 @@ def open_subject(spec: str, *, offline: bool = False, fast: bool = False) -> Sub
 
     if is_setup_spec(spec):
         return open_setup(spec, fast=fast)
+    from ghoststep.subjects.run import is_run_folder, open_run
+
+    if is_run_folder(Path(spec).expanduser()):
+        return open_run(spec)
     from ghoststep.subjects.checkpoint import open_checkpoint
 
     return open_checkpoint(spec, offline=offline)

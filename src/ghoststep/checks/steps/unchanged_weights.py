@@ -1,25 +1,41 @@
 """GS406."""
 
 import math
+from collections.abc import Sequence
 
+from ghoststep.evidence.base import Missing
+from ghoststep.evidence.steps import RunRecord, Step, StepOutcome
 from ghoststep.evidence.training import LiveWiring, ParameterSteps, StepProbe
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.parameter_text import counted, listed
 from ghoststep.registry import Answer, Unknown, answer, check
+from ghoststep.step_findings import NO_RUN, all_stretches, long_runs, looked_at, of_either, refusal
 
+STILL_STEPS = 20
+"""Steps in a row without any change from which the weights of a run stand still."""
+FULL_RATE = 0.1
+"""Of the largest learning rate seen: below it (warm-up, the end of a decay) updates may vanish in a healthy run."""
+LEAST_NORM = 1e-6
+"""Gradient norm under which a converged run has nothing left to change."""
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
 
 @check(code="GS406", severity=Severity.ERROR, basis=Basis.MEASURED)
 def unchanged_weights(
-    wiring: LiveWiring, probe: StepProbe, *, lost_fraction: float = 0.5, error_fraction: float = 0.9
+    wiring: LiveWiring | Missing,
+    probe: StepProbe | Missing,
+    run: RunRecord | Missing = NO_RUN,
+    *,
+    lost_fraction: float = 0.5,
+    error_fraction: float = 0.9,
 ) -> Answer:
     """Optimizer steps leave the weights as they are.
 
     ## What it finds
-    After a few real steps on real batches: no step was taken at all; a learning rate of 0 that no schedule ever raises; or
+    Of a setup, after a few real steps on real batches: no step was taken at all; a learning rate of 0 that no schedule ever raises; or
     elements with a gradient whose value did not change, because the update is smaller than half the spacing of the numbers
-    around the weight (bf16 at a small learning rate).
+    around the weight (bf16 at a small learning rate). Of a run: 20 steps in a row, with gradients and a learning rate above 0,
+    after which not one weight of the watch's sample is another.
 
     ## Why it matters
     The loss is flat, or only a few parameters learn; nothing raises.
@@ -43,6 +59,14 @@ def unchanged_weights(
     ## References
     Spacing of bf16 around 0.02: 1.2e-4, so that updates below 6e-5 are lost.
     """
+    about_run = run if isinstance(run, Missing) else lambda: _of_run(run)
+    if isinstance(wiring, Missing):
+        return of_either(wiring, about_run)
+    about_setup = probe if isinstance(probe, Missing) else lambda: _of_setup(wiring, probe, lost_fraction, error_fraction)
+    return of_either(about_setup, about_run)
+
+
+def _of_setup(wiring: LiveWiring, probe: StepProbe, lost_fraction: float, error_fraction: float) -> Answer:
     if not probe.steps:
         return _no_step(wiring, probe)
     if all(s.gradient_norm == 0.0 for s in probe.steps):
@@ -162,3 +186,44 @@ def _spacing(p: ParameterSteps) -> float:
     if p.typical_value <= 0 or not math.isfinite(p.typical_value):
         return 0.0
     return float(2.0 ** (math.floor(math.log2(p.typical_value)) - _MANTISSA_BITS.get(p.dtype, 23)))
+
+
+def _of_run(run: RunRecord) -> Answer:
+    refused = refusal(run, "moved", "norm", "lrs", at_least=STILL_STEPS)
+    if refused:
+        return Unknown(reason=refused)
+    for record, stretch in all_stretches(run):
+        base = max((g.initial_lr or g.lr for g in record.facts.groups), default=0.0)
+        flags = [s.moved == 0.0 and _had_to_move(s, base) for s in stretch.steps]
+        for start, stop in long_runs(stretch, flags, STILL_STEPS):
+            most = max((max(s.lrs, default=0.0) for s in stretch.history(start)), default=0.0)
+            if max(stretch.steps[start].lrs, default=0.0) >= FULL_RATE * most:
+                return answer([_still(stretch.steps[start:stop], record.facts.num_sampled, record.facts.rank)])
+    power = Power(quantity="steps in a row without any change", smallest_detectable=STILL_STEPS, unit="steps")
+    return answer((), power=power, reason=looked_at(run))
+
+
+def _had_to_move(step: Step, base: float) -> bool:
+    """A step with a gradient outside the tables (a sample may miss the few rows of a table that train) and a full learning rate."""
+    norm = step.norm_after if step.norm_after is not None else step.norm
+    return (
+        step.outcome is StepOutcome.STEPPED
+        and norm is not None
+        and LEAST_NORM < norm < math.inf
+        and bool(step.trunk_norm)
+        and min(step.lrs, default=0.0) > 0
+        and max(step.lrs) >= FULL_RATE * base
+    )
+
+
+def _still(steps: Sequence[Step], num_sampled: int, rank: int) -> Finding:
+    first = steps[0]
+    return Finding(
+        message=f"not one of {num_sampled or 'the'} sampled weights changed in {counted(len(steps), 'step')} in a row, from step "
+        f"{first.number} on, although gradients arrived (norm {first.norm or 0:.3g}) at a learning rate of {max(first.lrs):.3g}: the "
+        "updates are lost to rounding (bf16 weights at a small learning rate), or the optimizer steps other tensors than the "
+        "model's. Keep the weights in float32 and use autocast; build the optimizer after the model is in place.",
+        where=Where(step=first.number, rank=rank),
+        measured=Quantity(value=0.0, unit="change over norm"),
+        remedy="fp32 master weights",
+    )

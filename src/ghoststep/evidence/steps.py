@@ -1,0 +1,171 @@
+"""Facts about optimizer steps: what the watch saw while training, or what its record says afterwards.
+
+Norms are L2. "Before" is after the last backward of a step and before any clipping, "after" is what the optimizer was given.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ghoststep.evidence.base import Evidence
+from ghoststep.evidence.training import OptimizerGroup
+
+
+class StepOutcome(enum.Enum):
+    """What became of the gradients of a step."""
+
+    STEPPED = "stepped"
+    SKIPPED_BY_SCALER = "skipped by the loss scaler"
+    SKIPPED_BY_POLICY = "skipped by ghoststep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One place in the batch whose gradient, at the output of an input embedding, is among the largest of its step on this rank.
+
+    This gradient is this rank's own, before any reduction, and free of the loss scale. micro_batch, example, position: counted
+    from 0. gradient_norm: float64, overflow-free; of this one place (a token that occurs twice has two). row_norm_before and
+    row_norm_after: float64 norm of the table row before and after the optimizer step; None where the row was not readable
+    (sharded, frozen under a quantisation).
+    """
+
+    table: str
+    token_id: int
+    micro_batch: int
+    example: int
+    position: int
+    gradient_norm: float
+    row_norm_before: float | None = None
+    row_norm_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorOutlier:
+    """A parameter whose gradient norm left its own history: `typical` is the median of its last norms (at least 20 steps)."""
+
+    parameter: str
+    norm: float
+    typical: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step of one rank, taken or skipped. None where a quantity was not seen (`RunFacts.unseen` says why).
+
+    number: from 1, goes on after a resume. seconds: since the end of the step before. num_tokens: ids looked up in the input
+    tables on this rank. loss: mean over the micro-batches, free of the loss scale; what the model returned, else what
+    `backward` was called on. norm: of all gradients of this rank's shards, in float32 as torch computes it, so that it is
+    inf where the squares overflow; NaN if a gradient holds one. tables: embedding tables; trunk: everything else.
+    num_gradients: tensors with a gradient before. num_zero_*: of those, tensors whose gradient is exactly zero. nonfinite_*: names
+    of at most four tensors with inf or NaN in the gradient, num_nonfinite_* counts all. lrs: of each optimizer group. scale: the
+    loss scale during the step. moved: norm of the change over the norm, of a fixed sample of weights (`RunFacts.num_sampled`).
+    clip_bound: max_norm of the clip that ran in this step; None if none was seen. clip_action: what ghoststep's clip did, or "".
+    num_graph_nodes: nodes of the loss's autograd graph, in the steps where they were counted.
+    """
+
+    number: int
+    ended_at: float
+    seconds: float | None = None
+    outcome: StepOutcome = StepOutcome.STEPPED
+    num_micro_batches: int = 1
+    num_tokens: int = 0
+    loss: float | None = None
+    norm: float | None = None
+    tables_norm: float | None = None
+    trunk_norm: float | None = None
+    norm_after: float | None = None
+    trunk_norm_after: float | None = None
+    num_gradients: int = 0
+    num_zero_before: int = 0
+    num_zero_after: int = 0
+    num_nonfinite_before: int = 0
+    num_nonfinite_after: int = 0
+    nonfinite_before: tuple[str, ...] = ()
+    nonfinite_after: tuple[str, ...] = ()
+    lrs: tuple[float, ...] = ()
+    scale: float | None = None
+    moved: float | None = None
+    clip_bound: float | None = None
+    clip_action: str = ""
+    rows: tuple[StepRow, ...] = ()
+    outliers: tuple[TensorOutlier, ...] = ()
+    num_graph_nodes: int | None = None
+    norms: bytes = b""
+    """Full detail only: float32 gradient norm before clipping of each tensor of `RunFacts.trainable`, -1 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableFacts:
+    """One embedding table of the watched model; `name` is the parameter's first name."""
+
+    name: str
+    num_rows: int
+    num_dims: int
+    is_trainable: bool
+    is_tied: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known about a run on one rank beside its steps (its manifest).
+
+    trainable: names of the parameters that train, in the model's order. unseen: quantity of `Step` → why it is not seen.
+    tokenizer: fingerprint of the tokenizer, or "". tokens: id → decoded text of ids that steps name, not escaped. schedule: class
+    of the learning-rate scheduler, or "". parallelism: "", "DDP", "FSDP2", ... detail: "default" or "full".
+    """
+
+    run_id: str = ""
+    rank: int = 0
+    world_size: int = 1
+    started_at: float = 0.0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    num_parameters: int = 0
+    num_sampled: int = 0
+    trainable: tuple[str, ...] = ()
+    tables: tuple[TableFacts, ...] = ()
+    groups: tuple[OptimizerGroup, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    schedule: str = ""
+    parallelism: str = ""
+    tokenizer: str = ""
+    detail: str = "default"
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    tokens: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Steps that the record lacks: after step `after` (0: before the first), and why."""
+
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """One rank's steps, by number. is_closed: the watch said goodbye (False: killed, crashed, or still running)."""
+
+    facts: RunFacts
+    steps: tuple[Step, ...]
+    gaps: tuple[Gap, ...] = ()
+    is_closed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord(Evidence):
+    """A run: live, one rank and a window of its last steps; replayed, every rank and all steps.
+
+    broken: what failed in ghoststep itself while watching, by hook. A check judges each step by the steps before it only, at most
+    `HISTORY` of them, so that the window and the whole record give the same answer.
+    """
+
+    ranks: tuple[RankRecord, ...]
+    is_live: bool = False
+    broken: tuple[str, ...] = ()
+
+
+HISTORY = 256
+"""Steps of history that a check may look back on."""

@@ -36,10 +36,10 @@ class StepBuilder:
         self.number = first_number
         self.lookups: list[Lookup] = []
         self.index_of = {id(p): i for i, p in enumerate(norms.parameters)}
+        places = [i for t in tables if (i := self.index_of.get(id(t.module.weight))) is not None]
+        norms.sampled = _spread(len(norms.parameters), places)
+        self._chosen: tuple[list[int], list[int]] = ([], [])
         self.early = Before(norms, always=measures_early)
-        self.sampled = _spread(
-            len(norms.parameters), [i for t in tables if (i := self.index_of.get(id(t.module.weight))) is not None]
-        )
         self._ended_at: float | None = None
         self._num_nodes: int | None = None
         self._reset()
@@ -126,9 +126,10 @@ class StepBuilder:
         ended = self.close() if any(o is optimizer for o in self.stepped_by) else None
         self.stepped_by.append(optimizer)
         self.has_stepped = True
-        is_whole = len(self.sampled) == len(self.norms.parameters)
-        chosen = indices if is_whole else [i for i in indices if i in self.sampled]
-        after = self.norms.of(chosen)
+        is_whole = len(self.norms.sampled) == len(self.norms.parameters)
+        if self._chosen[0] is not indices:
+            self._chosen = indices, indices if is_whole else sorted({*indices} & {*self.norms.sampled})
+        after = self.norms.of(self._chosen[1])
         if len(self.stepped_by) == 1:
             self.before = self.early.at_step(after if is_whole and len(indices) == len(self.norms.parameters) else None)
         if not is_whole:
@@ -214,11 +215,11 @@ class StepBuilder:
         return facts
 
 
-def _spread(count: int, always: Sequence[int]) -> frozenset[int]:
+def _spread(count: int, always: Sequence[int]) -> Sequence[int]:
     """Which tensors are measured after clipping: all of a few hundred, else as many spread over the model, and the tables."""
     if count <= MAX_AFTER:
-        return frozenset(range(count))
-    return frozenset([*range(0, count, -(-count // MAX_AFTER)), *always])
+        return range(count)
+    return sorted({*range(0, count, -(-count // MAX_AFTER)), *always})
 
 
 assert len(PLACE_COLUMNS) == 8  # `_merge` and `_read_rows` know the columns by number

@@ -38,6 +38,8 @@ class TensorNorms:
         self.parameters = parameters
         self.device = device
         self.none = torch.full((), -1.0, dtype=torch.float32, device=device)
+        self.sampled: Sequence[int] = range(len(parameters))
+        """Parameters that speak for all where looking at each takes too long (thousands of them): set by who knows the tables."""
         self._places: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     def of(self, chosen: Sequence[int] | None = None) -> torch.Tensor | None:
@@ -80,11 +82,11 @@ class TensorNorms:
 
         if any(n.device != self.device or n.dtype != torch.float32 for n in norms[:1]) or is_sharded(norms[0]):
             return None, False
+        if len(gradients) == len(self.parameters) and all(gradients[i] is self.parameters[i].grad for i in self.sampled):
+            return torch.stack(list(norms)), True  # the usual call: every parameter, in the model's order
         index_of = {id(p.grad): i for i, p in enumerate(self.parameters) if p.grad is not None}
         places = tuple(index_of.get(id(g), -1) for g in gradients)
         stacked = torch.stack(list(norms))
-        if places == tuple(range(len(self.parameters))):
-            return stacked, True
         known = {i for i in places if i >= 0}
         if not known:
             return None, False
@@ -96,13 +98,13 @@ class TensorNorms:
         return torch.cat([stacked, self.none.reshape(1)]).index_select(0, self._places[1]), len(known) == len(index_of)
 
     def versions(self) -> list[tuple[int, int]]:
-        """What tells whether a gradient was replaced or written to since: nothing of it is read."""
+        """What tells whether a gradient was replaced or written to since, for the sampled ones: nothing of it is read."""
         import torch
 
         plain = torch.Tensor  # a DTensor's own version stays while its shard is added to
         return [
             (0, 0) if (g := p.grad) is None else (id(g), (g if type(g) is plain else getattr(g, "_local_tensor", g))._version)
-            for p in self.parameters
+            for p in (self.parameters[i] for i in self.sampled)
         ]
 
     def has_any(self) -> bool:

@@ -304,7 +304,7 @@ def print_limit(model: nn.Module) -> None:
         start = time.process_time()
         flat.sum()
         times.append(time.process_time() - start)
-    print(f"limit: one read of all gradients {1000 * statistics.median(times):.2f} ms; a watch needs two")
+    print(f"limit: one read of all gradients {1000 * statistics.median(times):.2f} ms; a watch needs one")
 
 
 if __name__ == "__main__":

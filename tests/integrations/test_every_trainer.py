@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from ghoststep.watching.policy import LostStepError
 from tests.integrations.runs import POSITION, RUNS, TOKEN, Ran, Run, batches, healthy, poisoned
 
 torch.set_num_threads(1)
+
+STEPS = max(30, int(os.environ.get("GHOSTSTEP_IDENTITY_STEPS", "0")))
 
 
 def bad(report: Report | None) -> list[str]:
@@ -63,13 +66,13 @@ def test_one_bad_micro_batch_of_four(run: Run, tmp_path: Path) -> None:
 def test_a_healthy_run_is_silent_and_ends_with_the_same_bits(run: Run, accumulation: int, tmp_path: Path) -> None:
     plain, watched = healthy(), healthy()
     start = [p.detach().clone() for p in plain.parameters()]
-    given = batches(30 * accumulation, guilty=[3])  # the token is harmless here
+    given = batches(STEPS * accumulation, guilty=[3])  # the token is harmless here
     without = run(plain, given, tmp_path, watched=False, accumulation=accumulation)
     sink = tmp_path / "steps.jsonl"
     ran = run(
         watched, given, tmp_path, accumulation=accumulation, run_dir=tmp_path / "run", sinks=[f"jsonl:{sink}"], flush_steps=7
     )
-    assert ran.steps == without.steps == 30
+    assert ran.steps == without.steps == STEPS
     assert not bad(ran.report)
     assert ran.losses == without.losses
     assert len(set(ran.losses)) > 20
@@ -77,7 +80,7 @@ def test_a_healthy_run_is_silent_and_ends_with_the_same_bits(run: Run, accumulat
         assert torch.equal(a, b)
     assert not all(torch.equal(a, b) for a, b in zip(start, plain.parameters(), strict=True))
     lines = [json.loads(line) for line in sink.read_text().splitlines()]
-    assert [line["ghoststep/steps/number"] for line in lines] == list(range(1, 31))
+    assert [line["ghoststep/steps/number"] for line in lines] == list(range(1, STEPS + 1))
     assert {line["ghoststep/steps/micro_batches"] for line in lines} == {accumulation}
 
 

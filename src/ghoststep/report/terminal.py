@@ -67,11 +67,13 @@ def render(report: Report, *, color: bool = False, width: int = 100) -> str:
 
 
 def _header(page: Page, report: Report) -> None:
-    training = report.options.get("training")
+    # A run has trained what it trained: the question which training is meant does not come up.
+    is_run = bool(report.subjects) and all(x.kind == "run" for x in report.subjects)
+    training = None if is_run else report.options.get("training")
     ran = f" · {counted(len(report.verdicts), 'verdict')} in {report.seconds:.1f} s" if report.seconds > 0 else ""
     page.add(page.text(("ghoststep", "bold"), f" {ghoststep.__version__}", (ran, "dim")))
     page.blank()
-    key = max([len(visible(x.kind)) for x in report.subjects] + [len("training")]) + 2
+    key = max([len(visible(x.kind)) for x in report.subjects] + [len("training") if training is not None else 0]) + 2
     for x in report.subjects:
         page.pair(visible(x.kind), page.text((visible(x.name), "bold")), 0, key)
         facts = [f"{visible(k.replace('_', ' '))} {number(v)}" for k, v in x.facts.items() if k != COULD_NOT_RUN]

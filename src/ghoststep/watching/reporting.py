@@ -9,8 +9,11 @@ from ghoststep.finding import Outcome, Report, Severity, SubjectInfo, Verdict
 from ghoststep.watching.flushing import Flusher
 
 
-def report(flusher: Flusher) -> Report:
-    """Every check's verdict about the steps so far. exit_code as for `ghoststep check`: 1 for an error, 2 if a check or hook broke."""
+def report(flusher: Flusher, *, num_waiting: int = 0) -> Report:
+    """Every check's verdict about the steps so far.
+
+    num_waiting: backwards since the last step. exit_code as for `ghoststep check`: 1 for an error, 2 if a check or hook broke.
+    """
     from ghoststep.report.order import reading_order
 
     start = time.perf_counter()
@@ -21,6 +24,8 @@ def report(flusher: Flusher) -> Report:
         verdicts = _unanswered(flusher, error)
     facts = flusher.facts
     told: dict[str, Any] = {"model": facts.model, "steps": flusher.num_steps, "parameters": facts.num_parameters}
+    if num_waiting and not flusher.num_steps:
+        told["backwards without any step of an optimizer"] = num_waiting
     if facts.world_size > 1:
         told["rank"] = f"{facts.rank} of {facts.world_size}"
     broken = flusher.broken()

@@ -145,7 +145,7 @@ class Watch(Listening):
         """Every check's verdict about the run so far."""
         if self._seams is not None:
             self.flush()
-        return report(self.flusher)
+        return report(self.flusher, num_waiting=self.builder.host.num_micro_batches)
 
 
 def watch(

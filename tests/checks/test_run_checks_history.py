@@ -67,6 +67,15 @@ class TestUnchanged:
         assert is_clear(self.of(rising, groups=(group,)))
         assert len(found(self.of(rising))) == 1
 
+    def test_fifty_steps_at_no_rate_and_forty_nine(self) -> None:
+        idle = [*healthy(30), *every(healthy(50, start=31), moved=0.0, lrs=(0.0, 0.0))]
+        (one,) = found(self.of(idle))
+        assert (one.where.step, one.severity) == (31, Severity.WARNING)
+        assert "exactly 0 in 50 steps in a row" in one.message
+        assert is_clear(self.of(idle[:-1]))
+        assert is_clear(self.of(every(healthy(80), lrs=(0.0, 1e-3))))
+        assert is_clear(self.of(every(healthy(80), moved=0.0, lrs=(0.0,), norm=0.0, norm_after=0.0, trunk_norm=0.0)))
+
     def test_unseen_and_absent(self) -> None:
         assert isinstance(self.of(every(healthy(30), moved=None)), Unknown)
         assert isinstance(self.of(healthy(30), unseen={"moved": "sharded"}), Unknown)

@@ -286,3 +286,13 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
             for i in range(10):
                 loop.step(i)
         assert [s.number for s in steps_of(w)] == list(range(10 * part + 1, 10 * part + 11))
+
+
+def test_backwards_without_any_step_are_told() -> None:
+    model = TinyLM()
+    with watch(model) as w:
+        for i in range(3):
+            next_token_loss(model(tokens(i)), tokens(i)).backward()  # type: ignore[no-untyped-call]
+    report = w.report()
+    assert report.subjects[0].facts["backwards without any step of an optimizer"] == 3
+    assert report.exit_code == 2

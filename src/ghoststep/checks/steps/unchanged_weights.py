@@ -13,6 +13,8 @@ from ghoststep.step_findings import NO_RUN, all_stretches, long_runs, looked_at,
 
 STILL_STEPS = 20
 """Steps in a row without any change from which the weights of a run stand still."""
+IDLE_STEPS = 50
+"""Steps in a row at a learning rate of 0: a warm-up takes one of them, a loop that runs a little past its schedule a few."""
 FULL_RATE = 0.1
 """Of the largest learning rate seen: below it (warm-up, the end of a decay) updates may vanish in a healthy run."""
 LEAST_NORM = 1e-6
@@ -35,7 +37,7 @@ def unchanged_weights(
     Of a setup, after a few real steps on real batches: no step was taken at all; a learning rate of 0 that no schedule ever raises; or
     elements with a gradient whose value did not change, because the update is smaller than half the spacing of the numbers
     around the weight (bf16 at a small learning rate). Of a run: 20 steps in a row, with gradients and a learning rate above 0,
-    after which not one weight of the watch's sample is another.
+    after which not one weight of the watch's sample is another; or 50 steps in a row at a learning rate of 0 in every group.
 
     ## Why it matters
     The loss is flat, or only a few parameters learn; nothing raises.
@@ -199,8 +201,26 @@ def _of_run(run: RunRecord) -> Answer:
             most = max((max(s.lrs, default=0.0) for s in stretch.history(start)), default=0.0)
             if max(stretch.steps[start].lrs, default=0.0) >= FULL_RATE * most:
                 return answer([_still(stretch.steps[start:stop], record.facts.num_sampled, record.facts.rank)])
+        for start, stop in long_runs(stretch, [_has_no_rate(s) for s in stretch.steps], IDLE_STEPS):
+            return answer([_idle(stretch.steps[start:stop], record.facts.rank)])
     power = Power(quantity="steps in a row without any change", smallest_detectable=STILL_STEPS, unit="steps")
     return answer((), power=power, reason=looked_at(run))
+
+
+def _has_no_rate(step: Step) -> bool:
+    """A step with gradients at a learning rate of exactly 0 in every group."""
+    return step.outcome is StepOutcome.STEPPED and bool(step.norm) and bool(step.lrs) and not any(step.lrs)
+
+
+def _idle(steps: Sequence[Step], rank: int) -> Finding:
+    return Finding(
+        message=f"the learning rate of every group was exactly 0 in {counted(len(steps), 'step')} in a row, from step "
+        f"{steps[0].number} on: gradients were computed and nothing was learnt from them. If the schedule had ended, training should "
+        "have too; if not, look at the number of steps it was built for, and whether a warm-up ever leaves 0.",
+        where=Where(step=steps[0].number, rank=rank),
+        measured=Quantity(value=len(steps), unit="steps at a learning rate of 0"),
+        severity=Severity.WARNING,
+    )
 
 
 def _had_to_move(step: Step, base: float) -> bool:

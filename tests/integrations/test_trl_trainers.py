@@ -11,7 +11,7 @@ import torch
 from ghoststep.finding import Outcome
 from ghoststep.integrations.transformers import GhoststepCallback
 from tests.integrations.runs import POSITION, TOKEN, batches, healthy, poisoned
-from tests.integrations.test_every_trainer import bad
+from tests.integrations.test_every_trainer import STEPS, bad
 
 trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
@@ -92,3 +92,40 @@ def test_dpo(tmp_path: Path) -> None:
     ).train()  # fmt: skip
     assert not bad(seen.report())
     assert seen.report().subjects[0].facts["steps"] == 6
+
+
+def different_words(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(c.split()))) for c in completions]
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_losses_and_weights_keep_their_bits(kind: str, tmp_path: Path) -> None:
+    given = batches(STEPS)
+    ends = []
+    for callbacks in ([], [GhoststepCallback(run_dir=tmp_path / "run")]):
+        torch.manual_seed(3)
+        model, words = healthy(), tokenizer()
+        if kind == "sft":
+            rows = [{"input_ids": ids.tolist()} for batch in given for ids in batch["input_ids"]]
+            config = arguments(trl.SFTConfig, tmp_path, max_steps=STEPS, logging_steps=1)
+            made = trl.SFTTrainer(
+                model=model,
+                args=config,
+                processing_class=words,
+                train_dataset=datasets.Dataset.from_list(rows),
+                callbacks=callbacks,
+            )
+        else:
+            prompts = [{"prompt": text(ids[:4])} for batch in given for ids in batch["input_ids"]]
+            more = {"num_generations": 2, "max_completion_length": 4, "beta": 0.0}
+            config = arguments(trl.GRPOConfig, tmp_path, max_steps=STEPS, logging_steps=1, **more)
+            made = trl.GRPOTrainer(
+                model=model, processing_class=words, reward_funcs=different_words,
+                train_dataset=datasets.Dataset.from_list(prompts), args=config, callbacks=callbacks,
+            )  # fmt: skip
+        made.train()
+        losses = [line["loss"] for line in made.state.log_history if "loss" in line]
+        ends.append((losses, [p.detach().clone() for p in model.parameters()]))
+    assert len(ends[0][0]) == STEPS
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))

@@ -69,8 +69,8 @@ def test_sigterm_ends_it_by_the_signal_with_the_record_closed(tmp_path: Path, sc
         assert all(word in stderr for word in LOST), stderr
         assert "ended closed" in stderr
     else:
-        # The main thread is away in C: it ends all the same, and not much later than without us.
-        assert 2 < time.monotonic() - begun < 30
+        # The main thread is away in C, or about to be: it ends all the same, and not much later than without us.
+        assert time.monotonic() - begun < 30
 
 
 def test_a_module(tmp_path: Path) -> None:

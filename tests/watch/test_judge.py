@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -192,18 +191,3 @@ def test_memory_is_bounded() -> None:
     verdict = live.judge.verdicts()[0]
     assert len(verdict.findings) == len(live.alarms) == 256
     assert "further places" in (verdict.reason or "")
-
-
-def test_a_flush_of_a_healthy_window_costs_under_two_milliseconds() -> None:
-    """The built-in checks on a full window, best of many (shared machines); the limit is generous against the measured figure."""
-    judge = Judge()
-    steps = run(1, WINDOW)
-    window = own.record(steps)
-    judge.look(steps[-32:], window)
-    seconds = []
-    for _ in range(30):
-        start = time.perf_counter()
-        judge.look(steps[-32:], window)
-        seconds.append(time.perf_counter() - start)
-    print(f"{len(judge.checks)} checks, best {min(seconds) * 1e3:.2f} ms")
-    assert min(seconds) < 0.006

@@ -7,7 +7,6 @@ import os
 import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import MappingProxyType
 
@@ -359,16 +358,12 @@ def test_without_locks_it_says_so_and_records(
     assert len(record(tmp_path / "run").ranks[0].steps) == 3
 
 
-def test_a_flush_costs_less_than_a_millisecond_or_so(tmp_path: Path) -> None:
-    """32 steps with rows. The bound is loose, for a machine that is busy: measured 0.4 ms."""
+def test_a_step_takes_few_bytes(tmp_path: Path) -> None:
+    """Flushes of 32 steps with rows."""
     spool = Spool(tmp_path / "run", make_facts())
     flushes = [make_steps(range(start, start + 32)) for start in range(1, 1600, 32)]
-    seconds = []
     for flush in flushes:
-        start = time.perf_counter()
         spool.write(flush)
-        seconds.append(time.perf_counter() - start)
     spool.close()
-    assert sorted(seconds)[len(seconds) // 2] < 5e-3
     size = sum(p.stat().st_size for p in segments(spool.folder).values())
     assert size / 1600 < 500

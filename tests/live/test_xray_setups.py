@@ -121,7 +121,8 @@ def test_distributed_data_parallel_of_one_process(tmp_path: Any) -> None:
     need_loopback()  # gloo wants it even for one process
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no rendezvous file that could be waited for
+    # No rendezvous file that could be waited for.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         model = nn.parallel.DistributedDataParallel(Tiny())
         assert_as_twin(xray(setup_of(model, BATCH, own_loss)), hard)

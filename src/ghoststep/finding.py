@@ -267,6 +267,12 @@ class Report:
             raise FindingsError("\n".join(lines), self)
         return self
 
+    def __str__(self) -> str:
+        """The report as a terminal shows it, so that `print(report)` can be read; `repr` is the data."""
+        from ghoststep.report import render  # lazy: the renderers import this module
+
+        return render(self, "terminal").rstrip("\n")
+
     def _repr_html_(self) -> str:
         from ghoststep.report.html import notebook_html  # lazy: only notebooks need it
 

@@ -23,6 +23,16 @@ CUT = 1e-3
 OWNED = 0.99
 """Share of the squared gradient norm from which one table row owns the step."""
 
+_IN_WORDS = {
+    "loss": "a loss",
+    "moved": "by how much the weights moved",
+    "norm": "a gradient norm",
+    "norm_after": "a gradient when the optimizer stepped",
+    "tables_norm": "a gradient of an embedding table",
+    "num_graph_nodes": "the size of the loss's graph",
+}
+"""Quantities of `Step`, for a reader of the report."""
+
 REPEATED = 4
 """Kept places that all hold one token: it occurs more often than is kept, so that its sum is not known."""
 
@@ -224,8 +234,17 @@ def _not_seen(record: RankRecord, quantities: Sequence[str]) -> str:
         if q in record.facts.unseen:
             return f"{q} is not seen: {record.facts.unseen[q]}"
         if all(getattr(s, q) is None for s in record.steps):
-            return f"no step shows its {q}"
+            return _never_shown(record, q)
     return ""
+
+
+def _never_shown(record: RankRecord, quantity: str) -> str:
+    if not any(s.num_gradients for s in record.steps):
+        return (
+            f"not one watched parameter had a gradient in {len(record.steps)} steps of the optimizer: no backward reached them, or the "
+            "model that trains is another one"
+        )
+    return f"no step shows {_IN_WORDS.get(quantity, quantity)}"
 
 
 def looked_at(run: RunRecord) -> str:

@@ -74,7 +74,20 @@ class TestUnchanged:
         assert "exactly 0 in 50 steps in a row" in one.message
         assert is_clear(self.of(idle[:-1]))
         assert is_clear(self.of(every(healthy(80), lrs=(0.0, 1e-3))))
-        assert is_clear(self.of(every(healthy(80), moved=0.0, lrs=(0.0,), norm=0.0, norm_after=0.0, trunk_norm=0.0)))
+
+    def test_a_run_of_zero_gradients_is_not_clear(self) -> None:
+        """A loss that is multiplied by 0, everything frozen but a branch that is not used: weight decay alone moves the weights."""
+        nothing = every(healthy(80), norm=0.0, norm_after=0.0, trunk_norm=0.0)
+        for steps in (nothing, every(nothing, moved=0.0, lrs=(0.0,))):
+            said = self.of(steps)
+            assert isinstance(said, Unknown)
+            assert "exactly zero in 80 steps" in said.reason
+        assert is_clear(self.of([*nothing, step(81)]))
+
+    def test_gradients_cleared_before_the_step_are_not_called_rounding(self) -> None:
+        (one,) = found(self.of(every(healthy(40), moved=0.0, norm_after=None, trunk_norm_after=None)))
+        assert "gone when the optimizer stepped" in one.message
+        assert "rounding" not in one.message
 
     def test_unseen_and_absent(self) -> None:
         assert isinstance(self.of(every(healthy(30), moved=None)), Unknown)

@@ -163,12 +163,33 @@ def pure_bfloat16() -> Loop:
     return Loop(models=[model], optimizers=[[made]], step=step)
 
 
+def converged() -> Loop:
+    """A linear fit by LBFGS: done within its first step, and every later one ends where it began."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    made = torch.optim.LBFGS(model.parameters())
+    x = torch.randn(64, 8)
+
+    def step(i: int) -> Tensor:
+        def closure() -> Tensor:
+            made.zero_grad()
+            loss: Tensor = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        return torch.as_tensor(made.step(closure))  # type: ignore[no-untyped-call]
+
+    return Loop(models=[model], optimizers=[[made]], step=step)
+
+
 HEALTHY: dict[str, Any] = {
     "fp32": language_model(),
     "bf16": language_model(autocast=torch.bfloat16),
     "pure bf16": pure_bfloat16,
     "fp16 + scaler": moved_in_float16(2.0**16),
     "fp16, early skips": moved_in_float16(2.0**26),
+    "bf16 + scaler that doubled for long": language_model(autocast=torch.bfloat16, init_scale=2.0**70),
+    "LBFGS, converged": converged,
     "LoRA": lora,
     "MoE": mixture,
     "accumulation": language_model(accumulate=4),

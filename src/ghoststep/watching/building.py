@@ -137,7 +137,8 @@ class StepBuilder:
         if after is not None and self.after is not None:
             after = torch.where((after >= 0) | after.isnan(), after, self.after)
         self.after = after if after is not None else self.after
-        moved = self.sample.moved()
+        # LBFGS moves before the backward that is its last, and ends by itself where it no longer would: not what a still step is.
+        moved = None if isinstance(optimizer, torch.optim.LBFGS) else self.sample.moved()
         if moved is not None:
             self.moved = moved if self.moved is None else torch.hypot(moved, self.moved)
         self.host.lrs += tuple(_number(g.get("lr")) for g in optimizer.param_groups)

@@ -84,7 +84,7 @@ class Recorder:
         had_P = after_P != -1
         was_skipped = facts.was_skipped or scalars["found_inf"] > 0
         rows = self._rows(more[len(SCALARS) :], scale)
-        bad_P = self._nonfinite(before_P, after_P, has_P, rows)
+        bad_P = self._nonfinite(before_P, after_P, has_P, rows, is_cleared=scalars["found_inf"] == 0)
         bad_after_P = had_P & ~np.isfinite(after_P)
         loss = scalars["loss"] / (scale or 1.0) if facts.num_losses else None
         step = Step(
@@ -138,15 +138,16 @@ class Recorder:
         return tuple(sorted(found, key=lambda r: -r.gradient_norm if r.gradient_norm == r.gradient_norm else -math.inf))
 
     def _nonfinite(
-        self, before_P: NDArray[Any], after_P: NDArray[Any], has_P: NDArray[Any], rows: Sequence[StepRow]
+        self, before_P: NDArray[Any], after_P: NDArray[Any], has_P: NDArray[Any], rows: Sequence[StepRow], *, is_cleared: bool
     ) -> NDArray[Any]:
         """Tensors with NaN or inf in the gradient. A norm may be inf because squares overflowed: then clipping made zeros of
-        finite values (of an inf it makes NaN), or one place of the table is huge and finite."""
+        finite values (of an inf it makes NaN), or one place of the table is huge and finite, or the loss scale is (is_cleared: the
+        scaler looked at every element and found neither; in bf16 it doubles its scale without end)."""
         import numpy as np
 
         huge = {r.table for r in rows if OVERFLOW_PLACE < r.gradient_norm < math.inf}
         overflowed_P = np.array([n in huge for n in self.names], dtype=bool) if huge else np.zeros(len(self.names), dtype=bool)
-        overflowed_P |= after_P == 0
+        overflowed_P |= (after_P == 0) | (np.isfinite(after_P) if is_cleared else False)
         bad_P: NDArray[Any] = has_P & (np.isnan(before_P) | (np.isinf(before_P) & ~overflowed_P))
         return bad_P
 

@@ -54,13 +54,14 @@ def hidden_nan_loss(run: RunRecord) -> Answer:
         taken = any(s.outcome is StepOutcome.STEPPED for _, _, s in bad)
         spread = f" on {counted(len(ranks), 'rank')}" if len(run.ranks) > 1 else ""
         written = any(s.outcome is StepOutcome.STEPPED and _may_be_written(s) for _, _, s in bad)
+        again = f" and in {counted(len(numbers), 'step')} in all" if len(numbers) > 1 or spread else ""
         if written:
             then = "its gradients are not numbers, and the step writes them into the weights"
         else:
             then = "its gradients were finite, so that the weights were spared" if taken else "each was skipped"
         findings.append(
             Finding(
-                message=f"the loss is {_value(step)} in step {number} and in {counted(len(numbers), 'step')} in all{spread}: {then}. "
+                message=f"the loss is {_value(step)} in step {number}{again}{spread}: {then}. "
                 "A log may show 0.0 for it (transformers' logging_nan_inf_filter). Go back to a checkpoint from before step "
                 f"{number} and look at that batch: nothing supervised, everything hidden, an overflow, a division by zero.",
                 where=Where(step=number, rank=rank),

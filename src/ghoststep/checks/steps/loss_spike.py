@@ -33,7 +33,7 @@ def loss_spike(run: RunRecord) -> Answer:
 
     ## When it is not a problem
     A single hard batch. A new data set or a longer context raises the loss without a jump of the gradient norm, or with more
-    tokens a step. Losses that are not positive throughout (policy gradients) are not judged.
+    tokens a step. Losses that are not positive throughout (policy gradients) are not judged, nor is a rise within the first 64 steps.
 
     ## How to confirm by hand
     Loss and gradient norm of every step around the named one.
@@ -54,7 +54,9 @@ def loss_spike(run: RunRecord) -> Answer:
     for record, stretch in all_stretches(run):
         findings += [_finding(record, stretch, i) for i in _spikes(stretch)]
     power = Power(quantity="rise over the range of the steps before", smallest_detectable=2.0)
-    return answer(findings, power=power, reason=looked_at(run))
+    # A learning rate far too large throws the loss up at once: that is history then, and must not read as a healthy run.
+    limit = f"a loss that diverged within its first {LEAST_HISTORY} steps, or is not above 0, is not judged"
+    return answer(findings, power=power, reason=f"{looked_at(run)}; {limit}")
 
 
 def _spikes(stretch: Stretch) -> list[int]:

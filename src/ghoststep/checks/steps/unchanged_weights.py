@@ -194,6 +194,10 @@ def _of_run(run: RunRecord) -> Answer:
     refused = refusal(run, "moved", "norm", "lrs", at_least=STILL_STEPS)
     if refused:
         return Unknown(reason=refused)
+    steps = [s for r in run.ranks for s in r.steps]
+    if all(s.norm == 0.0 for s in steps):
+        number = counted(len({s.number for s in steps}), "step")
+        return Unknown(reason=f"every gradient was exactly zero in {number}, before any clipping: nothing was to change")
     for record, stretch in all_stretches(run):
         base = max((g.initial_lr or g.lr for g in record.facts.groups), default=0.0)
         flags = [s.moved == 0.0 and _had_to_move(s, base) for s in stretch.steps]
@@ -238,12 +242,20 @@ def _had_to_move(step: Step, base: float) -> bool:
 
 def _still(steps: Sequence[Step], num_sampled: int, rank: int) -> Finding:
     first = steps[0]
+    if all(s.norm_after is None for s in steps):  # no tensor had a gradient any more: `zero_grad` sets them to None
+        cause = "every gradient was gone when the optimizer stepped. Call zero_grad before backward or after step, not between."
+        remedy = "zero_grad before backward or after step"
+    else:
+        cause = (
+            "the updates are lost to rounding (bf16 weights at a small learning rate), or the optimizer steps other tensors than the "
+            "model's. Keep the weights in float32 and use autocast; build the optimizer after the model is in place."
+        )
+        remedy = "fp32 master weights"
     return Finding(
         message=f"not one of {num_sampled or 'the'} sampled weights changed in {counted(len(steps), 'step')} in a row, from step "
-        f"{first.number} on, although gradients arrived (norm {first.norm or 0:.3g}) at a learning rate of {max(first.lrs):.3g}: the "
-        "updates are lost to rounding (bf16 weights at a small learning rate), or the optimizer steps other tensors than the "
-        "model's. Keep the weights in float32 and use autocast; build the optimizer after the model is in place.",
+        f"{first.number} on, although gradients arrived (norm {first.norm or 0:.3g}) at a learning rate of {max(first.lrs):.3g}: "
+        f"{cause}",
         where=Where(step=first.number, rank=rank),
         measured=Quantity(value=0.0, unit="change over norm"),
-        remedy="fp32 master weights",
+        remedy=remedy,
     )

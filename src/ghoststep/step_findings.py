@@ -13,15 +13,10 @@ from ghoststep.errors import GhoststepError
 from ghoststep.evidence.base import Missing
 from ghoststep.evidence.steps import HISTORY, RankRecord, RunRecord, Step, StepOutcome, StepRow
 from ghoststep.finding import Outcome
+from ghoststep.lost_step import LOST_COEFFICIENT, OWNED
 
 NO_RUN = Missing(reason="needs a run, and none was given", outcome=Outcome.NOT_APPLICABLE, is_absent=True)
 """What stands for the run where a check is called by hand with a setup only."""
-
-CUT = 1e-3
-"""Clip coefficient under which a step is as good as lost: everything but what caused the clip moves a thousandth of its way."""
-
-OWNED = 0.99
-"""Share of the squared gradient norm from which one table row owns the step."""
 
 _IN_WORDS = {
     "loss": "a loss",
@@ -150,7 +145,7 @@ def is_nan_clipped(step: Step) -> bool:
 def is_cut(step: Step) -> bool:
     """Clipped to less than a thousandth of a finite gradient, by something that is not ghoststep's clip."""
     norm, after = step.norm, step.norm_after
-    if norm is None or after is None or not 0 < after < CUT * norm or norm == math.inf:
+    if norm is None or after is None or not 0 < after < LOST_COEFFICIENT * norm or norm == math.inf:
         return False
     return was_taken(step) and not step.clip_action
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ghoststep
+from tests.small_models import mamba2, with_dead_row
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
@@ -25,14 +26,7 @@ def quiet() -> None:
 def poisoned() -> Any:
     """A Mamba-2 of 6 layers whose table row 17 has decayed to 1e-30."""
     torch.manual_seed(0)
-    config = transformers.Mamba2Config(
-        vocab_size=V, hidden_size=32, num_hidden_layers=6, state_size=16, num_heads=4, head_dim=16, n_groups=1, chunk_size=16,
-        tie_word_embeddings=False, use_cache=False, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.Mamba2ForCausalLM(config)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[TOKEN] = 1e-30
-    return model
+    return with_dead_row(mamba2(6, vocab_size=V), TOKEN)
 
 
 def healthy() -> Any:

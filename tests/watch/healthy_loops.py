@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.small_models import mamba2
 from tests.watch.loops import VOCAB, Loop, TinyLM, language_model, next_token_loss, tokens
 from tests.watch.more_loops import contrastive, evaluated, two_models
 from tests.watch.other_loops import hugging_face, lora, mixture, sparse, two_optimizers
@@ -41,10 +42,8 @@ def log_probabilities(model: nn.Module, ids: Tensor) -> Tensor:
     return logits.gather(-1, ids[:, 1:, None]).squeeze(-1).sum(1)  # type: ignore[no-any-return]
 
 
-def tuned() -> Loop:
-    """SFT of a pretrained model at a small learning rate: the loss is flat."""
-    model = trained()
-    made = torch.optim.AdamW(model.parameters(), lr=2e-5)
+def clipped(model: nn.Module, made: torch.optim.Optimizer) -> Loop:
+    """The ordinary loop."""
 
     def step(i: int) -> Tensor:
         made.zero_grad()
@@ -55,6 +54,12 @@ def tuned() -> Loop:
         return loss
 
     return Loop(models=[model], optimizers=[[made]], step=step)
+
+
+def tuned() -> Loop:
+    """SFT of a pretrained model at a small learning rate: the loss is flat."""
+    model = trained()
+    return clipped(model, torch.optim.AdamW(model.parameters(), lr=2e-5))
 
 
 def preferences() -> Loop:
@@ -123,13 +128,7 @@ def inverted() -> Loop:
 
 def gated() -> Loop:
     """A Mamba-2 whose rows are healthy; input and output tables apart."""
-    from transformers import Mamba2Config, Mamba2ForCausalLM
-
-    config = Mamba2Config(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=16, n_groups=1, chunk_size=8,
-        tie_word_embeddings=False, use_cache=False, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    return hugging_face(Mamba2ForCausalLM(config), lr=1e-3, generates=False)
+    return hugging_face(mamba2(2, vocab_size=VOCAB, state_size=8, chunk_size=8), lr=1e-3, generates=False)
 
 
 def moved_in_float16(init_scale: float) -> Callable[[], Loop]:
@@ -150,17 +149,7 @@ class PureBfloat16(nn.Module):
 
 def pure_bfloat16() -> Loop:
     model = PureBfloat16()
-    made = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(i: int) -> Tensor:
-        made.zero_grad()
-        loss = next_token_loss(model(tokens(i)), tokens(i))
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        made.step()
-        return loss
-
-    return Loop(models=[model], optimizers=[[made]], step=step)
+    return clipped(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
 def converged() -> Loop:

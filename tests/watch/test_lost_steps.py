@@ -12,19 +12,10 @@ import pytest
 import torch
 
 import ghoststep
-from ghoststep.finding import Outcome
+from ghoststep.finding import Outcome, Severity
+from tests.small_models import mamba2, with_dead_row
 
 TOKEN, BAD = 17, (5, 9)
-
-
-def mamba() -> Any:
-    from transformers import Mamba2Config, Mamba2ForCausalLM
-
-    config = Mamba2Config(
-        vocab_size=160, hidden_size=32, num_hidden_layers=8, state_size=16, num_heads=4, head_dim=16, n_groups=1, chunk_size=16,
-        tie_word_embeddings=False, use_cache=False, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    return Mamba2ForCausalLM(config)
 
 
 def llama() -> Any:
@@ -45,9 +36,9 @@ def packed(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"attention_mask": mask, "position_ids": (torch.arange(16) % 8).expand(len(ids), 16)}
 
 
-CASES = {
-    "mamba": (mamba, 1e-30, 8, "zeroed-step"),
-    "mamba, finite": (mamba, 1e-12, 8, "crushed-step"),
+CASES: dict[str, tuple[Any, float, int, str]] = {
+    "mamba": (lambda: mamba2(8), 1e-30, 8, "zeroed-step"),
+    "mamba, finite": (lambda: mamba2(8), 1e-12, 8, "crushed-step"),
     "llama, first": (llama, 1e-30, 0, "zeroed-step"),
     "llama, packed": (llama, 1e-30, 8, "zeroed-step"),
     "llama, middle": (llama, 1e-30, 8, ""),
@@ -89,3 +80,21 @@ def test_found_at_the_step(case: str) -> None:
         lost = w.flusher.window[BAD[0] - 1]
         assert lost.rows[0].row_norm_before == pytest.approx(norm, rel=0.01)
         assert f"norm {norm:.3g}"[:8] in finding.message
+
+
+def test_a_step_that_a_policy_skipped_is_told_as_skipped() -> None:
+    torch.manual_seed(0)
+    model = with_dead_row(mamba2(8), TOKEN)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with ghoststep.watch(model, optimizer, policy={"GS401": "skip-step"}, strict=True) as w:
+        for step in range(1, 11):
+            ids = torch.randint(20, 160, (2, 16))
+            if step in BAD:
+                ids[1, 8] = TOKEN
+            model(input_ids=ids, labels=ids).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    (verdict,) = [v for v in w.report().verdicts if v.outcome is Outcome.FOUND]
+    assert (verdict.name, verdict.severity) == ("zeroed-step", Severity.WARNING)
+    assert "ghoststep skipped 2 of them" in verdict.findings[0].message

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ghoststep.errors import UsageError
-from ghoststep.watching.strict import LEAST_HISTORY, Decider, StrictStep, cannot_skip, decide
+from ghoststep.lost_step import LEAST_HISTORY
+from ghoststep.watching.strict import Decider, StrictStep, cannot_skip, decide
 
 INF, NAN = math.inf, math.nan
 

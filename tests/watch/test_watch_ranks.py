@@ -52,6 +52,7 @@ def test_the_guilty_rank_is_named(kind: str, tmp_path: Path) -> None:
     where = finding.where
     assert (where.rank, where.step, where.token_id, where.table_row) == (1, BAD_STEPS[0], GUILTY, GUILTY)
     assert (where.example, where.position) == (1, PLACE)
+    assert where.parameter == "backbone.embeddings.weight"  # without what DDP puts in front
     assert "2 steps" in finding.message
     assert "1e-30" in finding.message or "e-30" in finding.message
     assert "rank 1" in finding.message

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ghoststep.cli.options import width, write
 from ghoststep.errors import UsageError
+from ghoststep.report.destination import width, write
 
 if TYPE_CHECKING:
     from ghoststep.census.run import Census, Done

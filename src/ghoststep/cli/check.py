@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ghoststep.cli.options import split, stdout_is_terminal, want_color, width, write
+from ghoststep.cli.options import split
 from ghoststep.errors import SubjectError, UsageError
+from ghoststep.report.destination import stdout_is_terminal, want_color, width, write
 
 if TYPE_CHECKING:
     from ghoststep.subjects.base import Subject

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ghoststep.cli.options import split, write
+from ghoststep.cli.options import split
+from ghoststep.report.destination import write
 
 
 def checks(

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from ghoststep.catalogue import CheckPage, find_page
-from ghoststep.cli.options import write
 from ghoststep.cli.page import show
 from ghoststep.errors import UsageError
+from ghoststep.report.destination import write
 
 
 def explain(

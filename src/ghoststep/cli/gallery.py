@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ghoststep.cli.options import stdout_is_terminal, want_color, width, write
 from ghoststep.errors import UsageError
+from ghoststep.report.destination import stdout_is_terminal, want_color, width, write
 
 if TYPE_CHECKING:
     from ghoststep.gallery_index import Exhibit, Shown

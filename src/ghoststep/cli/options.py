@@ -1,10 +1,6 @@
-"""What several verbs share: where output goes, and in which colours."""
+"""What several verbs do with their options."""
 
 from __future__ import annotations
-
-from ghoststep.report.destination import stdout_is_terminal, want_color, width, write
-
-__all__ = ["split", "stdout_is_terminal", "want_color", "width", "write"]
 
 
 def split(values: list[str] | None) -> tuple[str, ...]:

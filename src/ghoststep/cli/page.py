@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ghoststep.catalogue import CheckPage
-from ghoststep.cli.options import stdout_is_terminal, want_color, width, write
+from ghoststep.report.destination import stdout_is_terminal, want_color, width, write
 from ghoststep.report.explain import render_explain
 
 

@@ -55,9 +55,10 @@ class Step:
     """One optimizer step of one rank, taken or skipped. None where a quantity was not seen (`RunFacts.unseen` says why).
 
     number: from 1, goes on after a resume. seconds: since the end of the step before. num_tokens: ids looked up in the input
-    tables on this rank. loss: mean over the micro-batches, free of the loss scale; what the model returned, else what
-    `backward` was called on. norm: of all gradients of this rank's shards, in float32 as torch computes it, so that it is
-    inf where the squares overflow; NaN if a gradient holds one. tables: embedding tables; trunk: everything else.
+    tables on this rank. loss: sum of what `backward` was called on, free of the loss scale: their mean where the loop
+    divides by the number of micro-batches. norm: of all gradients of this rank's shards, in float32 as torch computes it, so that
+    it is inf where the squares overflow; NaN if a gradient holds one. *_after: of models of more than 512 tensors, a part is
+    measured, and one factor carries it over to the others. tables: embedding tables; trunk: everything else.
     num_gradients: tensors with a gradient before. num_zero_*: of those, tensors whose gradient is exactly zero. nonfinite_*: names
     of at most four tensors with inf or NaN in the gradient, num_nonfinite_* counts all. lrs: of each optimizer group. scale: the
     loss scale during the step. moved: norm of the change over the norm, of a fixed sample of weights (`RunFacts.num_sampled`).

@@ -144,9 +144,9 @@ class Session:
 
     def _loaded_tokenizer(self, given: str) -> Any:
         try:
-            from ghoststep.subjects.setup import _load_tokenizer
+            from ghoststep.subjects.setup import load_tokenizer
 
-            return _load_tokenizer(given, "--tokenizer")
+            return load_tokenizer(given, "--tokenizer")
         except Exception as error:
             self.say(f"tokens are named by their ids only: {error}")
             return None

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import UsageError
+from ghoststep.lost_step import LOST_COEFFICIENT
 from ghoststep.remedies.clip_gradients import Gradients, local, measure, num_rows, scale_all, scale_on_device, scale_rows, whole
 from ghoststep.remedies.clip_later import Outcome, pack, tell_later, tell_now, tell_waiting, to_host
 from ghoststep.remedies.clip_plan import Plan, plan_clip
-from ghoststep.remedies.clip_rule import LOST_COEFFICIENT
 from ghoststep.remedies.clip_tables import named_tables, tables_among
 from ghoststep.remedies.clip_torch import clip_with_norm, total_norm
 

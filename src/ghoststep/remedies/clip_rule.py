@@ -8,16 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ghoststep.lost_step import LOST_COEFFICIENT, OWNED
+
 if TYPE_CHECKING:
     import torch
-
-LOST_COEFFICIENT = 1e-3
-"""Clip coefficient below which a step counts as lost: everything else in it shrinks a thousandfold. The line between a hard but
-ordinary clip (observed spikes of healthy runs: up to some tens of the bound) and the finite spike of a near-zero row
-(1e3 to 1e18)."""
-
-SPIKE_SHARE = 0.99
-"""Share of the squared gradient norm that the spiking rows must hold together."""
 
 ROW_FACTOR = 10.0
 """A spiking row stands at least this far above the 99th percentile of the rows below it."""
@@ -61,7 +55,7 @@ def find_spike(norms_R: torch.Tensor, trunk_norm: torch.Tensor, max_norm: float)
     kin_R = torch.searchsorted(-sorted_R, -ROW_FACTOR * sorted_R)  # how many rows are more than ten times as large
     left_R, below_R = rest.index_select(0, kin_R), rest.narrow(0, 1, num_rows)  # without the larger rows; without the k-th too
     is_lost_R = max_norm < LOST_COEFFICIENT * scale * left_R.sqrt()
-    enough_R = (sorted_R > cap_R) & (below_R < (1 - SPIKE_SHARE) * left_R) & is_lost_R
+    enough_R = (sorted_R > cap_R) & (below_R < (1 - OWNED) * left_R) & is_lost_R
     index_R = torch.arange(num_rows, device=norms_R.device)
     num_spiking = torch.where(enough_R, index_R + 1, 0).max()
     spiking_R = torch.zeros_like(norms_R, dtype=torch.bool).scatter(0, order_R, index_R < num_spiking)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ghoststep.durable import sync_folder
 from ghoststep.errors import SubjectError, UsageError
 from ghoststep.remedies.rows import RowRepair
 
@@ -41,7 +41,7 @@ def write_repair(source: Path, out: Path, repair: RowRepair, prove: Callable[[Pa
         _write_text(stage / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=True) + "\n")
         _flush_folders(stage)
         os.rename(stage, out)
-        _flush(out.parent)
+        sync_folder(out.parent)
     except OSError as error:
         raise SubjectError(f"--out {out}: {error.strerror or error}. Nothing was written under that name.") from error
     finally:
@@ -184,14 +184,4 @@ def _write_text(path: Path, text: str) -> None:
 
 def _flush_folders(root: Path) -> None:
     for folder, _, _ in os.walk(root):
-        _flush(Path(folder))
-
-
-def _flush(folder: Path) -> None:
-    """Make a folder's entries last through a power cut, where the system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_folder(Path(folder))

@@ -107,7 +107,7 @@ def make_setup(given: Mapping[str, Any], *, name: str = "setup", fast: bool = Fa
     check_objects(given, name)
     values = {k: v for k, v in given.items() if k in _KEYS and v is not None}
     if isinstance(values.get("tokenizer"), (str, Path)):
-        values["tokenizer"] = _load_tokenizer(str(values["tokenizer"]), name)
+        values["tokenizer"] = load_tokenizer(str(values["tokenizer"]), name)
     batches = make_batches(given, name)
     check_roles(values.get("token_roles"), batches, name)
     check_pad_id(values.get("pad_token_id"), given["model"], batches, name)
@@ -124,7 +124,7 @@ def _unknown(unknown: Sequence[str], also_known: Sequence[str]) -> str:
     return f"unknown {'key' if len(parts) == 1 else 'keys'} {', '.join(parts)}"
 
 
-def _load_tokenizer(given: str, name: str) -> Any:
+def load_tokenizer(given: str, name: str) -> Any:
     """A tokenizer.json, a folder, or a name whose files are on this machine already; the network is never asked."""
     place = Path(given)
     file = place / "tokenizer.json" if place.is_dir() else place

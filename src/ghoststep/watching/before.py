@@ -24,9 +24,9 @@ SURE_AFTER = 3
 class Before:
     """The norms before clipping of the step that is being put together."""
 
-    def __init__(self, norms: TensorNorms, *, always: bool = False) -> None:
+    def __init__(self, norms: TensorNorms) -> None:
         # The version of a sharded tensor does not rise where its shard is written to: those are always measured.
-        self._norms, self._always = norms, always or any(is_sharded(p) for p in norms.parameters)
+        self._norms, self._always = norms, any(is_sharded(p) for p in norms.parameters)
         self._num_explained = 0
         self._measured: torch.Tensor | None = None
         self._clipped: torch.Tensor | None = None

@@ -30,7 +30,6 @@ class StepBuilder:
 
     def __init__(
         self, norms: TensorNorms, sample: WeightSample, tables: list[Table], ring: Ring, *, first_number: int = 1,
-        measures_early: bool = False,
     ) -> None:  # fmt: skip
         self.norms, self.sample, self.tables, self.ring = norms, sample, tables, ring
         self.number = first_number
@@ -39,7 +38,7 @@ class StepBuilder:
         places = [i for t in tables if (i := self.index_of.get(id(t.module.weight))) is not None]
         norms.sampled = _spread(len(norms.parameters), places)
         self._chosen: tuple[list[int], list[int]] = ([], [])
-        self.early = Before(norms, always=measures_early)
+        self.early = Before(norms)
         self._ended_at: float | None = None
         self._num_nodes: int | None = None
         self._reset()

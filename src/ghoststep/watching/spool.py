@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ghoststep.durable import sync_folder
 from ghoststep.errors import CannotLook, UsageError
 from ghoststep.evidence.steps import Gap, RunFacts, Step
 from ghoststep.run_folder import (
@@ -36,7 +37,7 @@ from ghoststep.run_folder import (
     segment_file,
 )
 from ghoststep.run_frames import CLOSED, EVENT, GAP, SEGMENT_BYTES, STEPS, FrameTooLargeError, encode_frame
-from ghoststep.watching.spool_files import OPEN_FLAGS, hold_lock, replace_file, sync_folder, write_all, write_file
+from ghoststep.watching.spool_files import OPEN_FLAGS, hold_lock, replace_file, write_all, write_file
 
 logger = logging.getLogger("ghoststep.watch")
 

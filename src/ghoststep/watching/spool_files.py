@@ -93,16 +93,6 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
         raise
 
 
-def sync_folder(folder: Path) -> None:
-    """A new name in a folder is on the disk only when the folder is. Not every system can sync one."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def _holder(path: Path) -> str:
     """Who holds a lock, in words, as the lock file names it."""
     try:

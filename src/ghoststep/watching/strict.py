@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import UsageError
 from ghoststep.evidence.steps import HISTORY
+from ghoststep.lost_step import CRUSHED_TRUNK, LEAST_HISTORY, LOST_COEFFICIENT, OWNED, UNSEEN_TRUNK
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,21 +32,6 @@ KNOWN_BEFORE = {
     "GS405": "nonfinite-gradient",
 }
 """The lost steps that show in the gradients before the optimizer uses them."""
-
-CRUSHED_COEFFICIENT = 1e-3
-"""Clip coefficient below which a step may be crushed: the same line as in `ghoststep.clip_grad_norm_`."""
-
-TABLE_SHARE = 0.99
-"""Share of the squared norm that one table holds in a crushed step."""
-
-CRUSHED_TRUNK = 1e-2
-"""The trunk's gradient after clipping, over its median so far, below which a step is crushed."""
-
-UNSEEN_TRUNK = 1e-4
-"""The trunk's share of the norm below which a step counts as crushed while fewer than `LEAST_HISTORY` steps are known. Stricter,
-since a run that sums its loss has a small coefficient in every step."""
-
-LEAST_HISTORY = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,11 +85,11 @@ class Decider:
 
     def _is_crushed(self, before_P: NDArray[np.float64], after_P: NDArray[np.float64], num_gradients: int) -> bool:
         whole, left = _norm(before_P), _norm(after_P)
-        if num_gradients < 2 or not self.tables or not math.isfinite(whole) or not left < CRUSHED_COEFFICIENT * whole:
+        if num_gradients < 2 or not self.tables or not math.isfinite(whole) or not left < LOST_COEFFICIENT * whole:
             return False
         largest = max(float(before_P[i]) for i in self.tables)
         trunk, trunk_left = _norm(_without(before_P, self.tables)), _norm(_without(after_P, self.tables))
-        if largest * largest < TABLE_SHARE * whole * whole or trunk == 0.0:
+        if largest * largest < OWNED * whole * whole or trunk == 0.0:
             return False
         if len(self._trunks) < LEAST_HISTORY:
             return trunk < UNSEEN_TRUNK * whole

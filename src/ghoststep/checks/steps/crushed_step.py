@@ -2,11 +2,10 @@
 
 from ghoststep.evidence.steps import RankRecord, RunRecord
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
+from ghoststep.lost_step import CRUSHED_TRUNK, LEAST_HISTORY, LOST_COEFFICIENT, OWNED, UNSEEN_TRUNK
 from ghoststep.parameter_text import counted
 from ghoststep.registry import Answer, Unknown, answer, check
 from ghoststep.step_findings import (
-    CUT,
-    OWNED,
     Place,
     Stretch,
     all_stretches,
@@ -21,12 +20,6 @@ from ghoststep.step_findings import (
 )
 from ghoststep.step_texts import cost_text, place_text, place_where, row_text
 
-LEAST_HISTORY = 8
-"""Earlier steps from which the run's own median of the trunk says what is usual."""
-CRUSHED = 1e-2
-"""Of that median: what the clip left of the trunk."""
-UNSEEN = 1e-4
-"""Of the whole norm: the trunk's, where the history is too short to say what is usual."""
 SPIKE = 10.0
 """Of the median norm: below it this rank's own shards did not spike."""
 MOST_ROWS = 20
@@ -82,7 +75,7 @@ def crushed_step(run: RunRecord) -> Answer:
             findings.append(_of_row(run, [p for _, p in group if p is not None], early=bool(is_early & set(numbers))))
         elif key is None and (others_unseen(run) or not any(s.rows for _, s in steps_at(run, numbers[0]))):
             findings.append(_of_unseen_row(run, numbers))
-    power = Power(quantity="clip coefficient of a step that one table row owns", smallest_detectable=CUT)
+    power = Power(quantity="clip coefficient of a step that one table row owns", smallest_detectable=LOST_COEFFICIENT)
     return answer(findings, power=power, reason=looked_at(run))
 
 
@@ -98,8 +91,8 @@ def _crushed(run: RunRecord, record: RankRecord, stretch: Stretch, i: int) -> bo
         return None
     usual = [s.trunk_norm_after for s in stretch.history(i) if s.trunk_norm_after]
     if len(usual) < LEAST_HISTORY:
-        return True if of_table and trunk <= UNSEEN * norm else None
-    if not after < CRUSHED * median(usual):
+        return True if of_table and trunk <= UNSEEN_TRUNK * norm else None
+    if not after < CRUSHED_TRUNK * median(usual):
         return None
     if of_table:
         return False
@@ -126,7 +119,7 @@ def _of_row(run: RunRecord, places: list[Place], *, early: bool) -> Finding:
         "Clip with ghoststep.clip_grad_norm_(model, max_norm), or repair the row (ghoststep fix).",
         where=place_where(run, first),
         measured=Quantity(value=after / norm, unit="clip coefficient"),
-        expected=Quantity(value=CUT, unit="clip coefficient, at least"),
+        expected=Quantity(value=LOST_COEFFICIENT, unit="clip coefficient, at least"),
         remedy="ghoststep.clip_grad_norm_",
     )
 
@@ -144,6 +137,6 @@ def _of_unseen_row(run: RunRecord, numbers: list[int]) -> Finding:
         f"{numbers[0]}, and {who}.{cost_text(run, numbers, movers=MOVERS)} Clip with ghoststep.clip_grad_norm_(model, max_norm).",
         where=Where(step=numbers[0], rank=record.facts.rank),
         measured=Quantity(value=after / norm, unit="clip coefficient"),
-        expected=Quantity(value=CUT, unit="clip coefficient, at least"),
+        expected=Quantity(value=LOST_COEFFICIENT, unit="clip coefficient, at least"),
         remedy="ghoststep.clip_grad_norm_",
     )

@@ -128,6 +128,20 @@ def test_fail_on_changes_only_a_good_end(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("options", [(), ("--fail-on", "error")])  # told by the script's own process, and by its parent
+def test_an_earlier_models_record_in_the_folder_is_not_this_runs(tmp_path: Path, options: tuple[str, ...]) -> None:
+    assert_found(watched("ending.py", "0", cwd=tmp_path), *LOST)
+    done = watched("other.py", cwd=tmp_path, options=options)
+    assert done.returncode == 0, done.stderr
+    assert f"recorded in {tmp_path / 'run' / 'model-2'} instead, since" in done.stderr
+    assert "is the record of another model" in done.stderr
+    assert "table row 17" not in done.stderr
+    assert "GS401 zeroed-step           would have seen" in done.stderr  # clear
+    again = watched("ending.py", "0", cwd=tmp_path, options=options)  # and the record that this model goes on with is
+    assert_found(again, *LOST)
+    assert (again.returncode, "instead" in again.stderr) == (1 if options else 0, False), again.stderr
+
+
 def test_the_report_where_the_user_wants_it(tmp_path: Path) -> None:
     done = watched("ending.py", "0", cwd=tmp_path, options=("--no-record", "--format", "json"))
     assert done.returncode == 0

@@ -80,6 +80,7 @@ def _plan(
     tokenizer: str | None, fail_on: str | None, format: str | None, output: Path | None,  # noqa: A002
 ) -> Plan:  # fmt: skip
     """The options, refused now where they cannot work: a script that trains for days must not tell at its first step."""
+    from ghoststep.launch.folders import sizes
     from ghoststep.launch.plan import Plan, default_run_dir
     from ghoststep.report import FORMATS
 
@@ -101,6 +102,7 @@ def _plan(
         run_dir=None if folder is None else str(folder), policy=_policy(policy or [], strict=strict), strict=strict,
         sinks=tuple(sink or ()), detail=detail, tokenizer=tokenizer, format=format or "",
         output="" if output is None else str(output.absolute()), fail_on=fail_on or "",
+        before={} if folder is None else sizes(folder),
     )  # fmt: skip
 
 

@@ -7,14 +7,15 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Options of a run. run_dir: absolute, or None: no record. policy: as `ghoststep.watch` takes it. format: of the report, "" for
-    the terminal's on stderr. output: file for it, or "". fail_on: severity the user named, or ""."""
+    the terminal's on stderr. output: file for it, or "". fail_on: severity the user named, or "". before: `folders.sizes` of run_dir
+    before the command started."""
 
     run_dir: str | None = None
     policy: str | dict[str, str] | None = None
@@ -25,6 +26,7 @@ class Plan:
     format: str = ""
     output: str = ""
     fail_on: str = ""
+    before: dict[str, int] = field(default_factory=dict)
 
     def encode(self) -> str:
         """As text for the environment."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.launch.bootstrap import PLAN, REPORTER
+from ghoststep.launch.folders import number_of, numbered
 from ghoststep.launch.plan import Plan, rank_of
 
 if TYPE_CHECKING:
@@ -156,10 +157,13 @@ class Session:
         from ghoststep.errors import UsageError
 
         policy = self.plan.policy
+        passed_over: list[str] = []
         for folder in self._free_folders():
             try:
                 try:
-                    return self._watch(root, optimizers, folder, policy), folder
+                    watch = self._watch(root, optimizers, folder, policy)
+                    self._tell_passed_over(passed_over, folder)
+                    return watch, folder
                 except UsageError as error:
                     if policy is None or (folder is not None and str(folder) in str(error)):
                         raise
@@ -170,8 +174,14 @@ class Session:
                 why = str(error)
                 if folder is None or str(folder) not in why:
                     break
+                passed_over.append(why)
         self.say(f"{type(root).__qualname__} is not watched: {why}")
         return None, None
+
+    def _tell_passed_over(self, reasons: list[str], folder: Path | None) -> None:
+        """A record that does not go on where the user pointed must be said: it would be looked for there."""
+        if reasons and self.rank == 0:
+            self.say(f"recorded in {folder} instead, since {reasons[0]}")
 
     def _watch(self, root: Any, optimizers: list[Any], folder: Path | None, policy: Any) -> Any:
         from ghoststep.watching.watch import watch
@@ -186,8 +196,8 @@ class Session:
         if self.plan.run_dir is None:
             return [None]
         first = Path(self.plan.run_dir)
-        number = 1 + max((_number(f, first) for f in self.folders), default=0)
-        return [first if n == 1 else first / f"model-{n}" for n in range(number, number + MAX_FOLDERS)]
+        number = 1 + max((number_of(f, first) for f in self.folders), default=0)
+        return [numbered(first, n) for n in range(number, number + MAX_FOLDERS)]
 
     def forked(self) -> None:
         """In a forked child: what the parent watches is not ours, what we train ourselves is."""
@@ -202,10 +212,6 @@ class Session:
             patches.leave(seat.watch)
         self.seats.clear()
         self.has_opened = False
-
-
-def _number(folder: Path, first: Path) -> int:
-    return 1 if folder == first else int(folder.name.rpartition("-")[2])
 
 
 def _log_to_stderr() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ghoststep.finding import Outcome, Report, Severity
+from ghoststep.launch.folders import written_since
 from ghoststep.launch.plan import Plan
 
 if TYPE_CHECKING:
@@ -46,18 +47,17 @@ def _why(session: Session) -> str:
 
 
 def recorded(plan: Plan, *, wait: bool = False, title: str = "") -> list[Report]:
-    """What the checks say about each model's record, all ranks together; nothing where nothing was recorded. title: for the report,
-    where the folder's name says nothing."""
+    """What the checks say about each model's record, all ranks together; nothing where nothing was recorded. A record that was there
+    before and did not grow is an earlier run's. title: for the report, where the folder's name says nothing."""
     if plan.run_dir is None:
         return []
     from ghoststep import api
     from ghoststep.registry import load
-    from ghoststep.subjects.run import Run, is_run_folder
+    from ghoststep.subjects.run import Run
     from ghoststep.watching.judge import run_checks
 
     first = Path(plan.run_dir)
-    later = sorted(first.glob("model-*"), key=lambda p: (len(p.name), p.name)) if first.is_dir() else []
-    folders = [f for f in (first, *later) if is_run_folder(f)]
+    folders = written_since(first, plan.before)
     if wait:
         _wait_for_ranks(folders)
     codes = tuple(c.code for c in run_checks(load(with_instruments=False).checks))

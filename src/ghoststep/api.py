@@ -142,7 +142,7 @@ def parse_severity(value: str) -> Severity:
     try:
         return Severity(value)
     except ValueError as error:
-        raise UsageError(f"severity {value!r} is unknown; expected one of {[s.value for s in Severity]}") from error
+        raise UsageError(f"severity {value!r} is unknown; expected one of {', '.join(s.value for s in Severity)}") from error
 
 
 def open_subjects(
@@ -150,6 +150,7 @@ def open_subjects(
 ) -> list[Subject]:
     """Open what is given by name or as a mapping; pass opened subjects through."""
     from ghoststep.subjects import open_subject  # lazy: brings numpy along
+    from ghoststep.subjects.run_models import with_further_models
 
     if not subjects:
         raise UsageError("nothing to check: give a checkpoint folder, a file, hf:org/name or path.py:function")
@@ -165,7 +166,7 @@ def open_subjects(
             opened.append(given)  # type: ignore[arg-type]
         else:
             raise UsageError(f'cannot check a {type(given).__name__}: expected a path, "hf:org/name", or an opened subject')
-    return opened
+    return with_further_models(opened)
 
 
 def run(subjects: Sequence[Subject], settings: CheckSettings, registry: Registry | None = None) -> Report:

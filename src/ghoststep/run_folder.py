@@ -8,17 +8,19 @@ RUN/rank-00000/lock            held by the process that writes
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ghoststep.errors import CannotLook, UnsafeInput
+from ghoststep.errors import CannotLook, UnsafeInput, UsageError
 from ghoststep.evidence.steps import Gap, RunFacts, Step
 from ghoststep.run_frames import CLOSED, GAP, STEPS, Frame, SegmentReader, open_regular, plain_data
 
@@ -89,6 +91,28 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 def rank_folders(run_dir: Path) -> dict[int, Path]:
     """Rank → its folder, by rank. Links to folders count: the ranks of several machines may be brought together so."""
     return {rank: folder for rank, folder in _numbered(run_dir, _RANK).items() if folder.is_dir()}
+
+
+_BEING_LOADED: list[str] = []
+
+
+@contextlib.contextmanager
+def loading(setup: str) -> Iterator[None]:
+    """While a setup's file is loaded: a training script that is not guarded trains then, and would go on with its own record."""
+    _BEING_LOADED.append(setup)
+    try:
+        yield
+    finally:
+        _BEING_LOADED.remove(setup)
+
+
+def refuse_while_loading(folder: Path) -> None:
+    """`UsageError` if a setup is being loaded and this folder of a rank holds a record. A new folder is nobody's."""
+    if _BEING_LOADED and (folder / MANIFEST).exists():
+        raise UsageError(
+            f"the record in run_dir={str(folder.parent)!r} is not continued while {_BEING_LOADED[-1]} is loaded as a setup: that file "
+            "trains as it is imported. Put its training under `if __name__ == '__main__':`, or the setup function in a file of its own"
+        )
 
 
 def segments(folder: Path) -> dict[int, Path]:

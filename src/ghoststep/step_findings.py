@@ -1,4 +1,7 @@
-"""What the checks on a run share: its stretches without a gap, ranks joined by step number, lost steps and who took them."""
+"""What the checks on a run share: its stretches without a gap, ranks joined by step number, lost steps and who took them.
+
+Steps whose loss or norm is NaN and that a check left out are told by `ghoststep.step_comparison.not_compared`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 from ghoststep.answers import Answer, Clear, Found, NotApplicable, Unknown
 from ghoststep.errors import GhoststepError
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.steps import HISTORY, RankRecord, RunRecord, Step, StepOutcome, StepRow
+from ghoststep.evidence.steps import HISTORY, UNWATCHED, RankRecord, RunRecord, Step, StepOutcome, StepRow
 from ghoststep.finding import Outcome
 from ghoststep.lost_step import LOST_COEFFICIENT, OWNED
 
@@ -19,6 +22,7 @@ NO_RUN = Missing(reason="needs a run, and none was given", outcome=Outcome.NOT_A
 """What stands for the run where a check is called by hand with a setup only."""
 
 _IN_WORDS = {
+    "kept_gradients": "whether gradients were cleared",
     "loss": "a loss",
     "moved": "by how much the weights moved",
     "norm": "a gradient norm",
@@ -99,8 +103,8 @@ def long_runs(stretch: Stretch, flags: Sequence[bool], at_least: int) -> list[tu
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle value (the upper one of two); NaN of none."""
-    ordered = sorted(values)
+    """The middle value (the upper one of two) of those that are numbers: a NaN would leave them unsorted. NaN of none."""
+    ordered = sorted(v for v in values if not math.isnan(v))
     return ordered[len(ordered) // 2] if ordered else math.nan
 
 
@@ -243,11 +247,12 @@ def _never_shown(record: RankRecord, quantity: str) -> str:
 
 
 def looked_at(run: RunRecord) -> str:
-    """ "512 steps of 2 ranks looked at", for the reason of a clear; says which ranks are missing."""
+    """ "512 steps of 2 ranks looked at", for the reason of a clear; says which ranks are missing, and what trains unseen."""
     most = max((len(r.steps) for r in run.ranks), default=0)
     world = max((r.facts.world_size for r in run.ranks), default=1)
     ranks = f" of {len(run.ranks)} of {world} ranks" if world > 1 else ""
-    return f"{most} {'step' if most == 1 else 'steps'}{ranks} looked at"
+    unwatched = next((f"; {r.facts.unseen[UNWATCHED]}" for r in run.ranks if UNWATCHED in r.facts.unseen), "")
+    return f"{most} {'step' if most == 1 else 'steps'}{ranks} looked at{unwatched}"
 
 
 def of_either(setup: Missing | Callable[[], Answer], run: Missing | Callable[[], Answer]) -> Answer:

@@ -33,6 +33,16 @@ def printable(text: str, limit: int = 80) -> str:
     return f"'{kept}'…"
 
 
+def error_text(error: BaseException, limit: int = 1000) -> str:
+    """ "ValueError: what it says", on one line, safe to show, cut at `limit` characters. Never raises, whatever its `str` does."""
+    try:
+        said = str(error)
+    except Exception:
+        said = "its text cannot be read"
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return visible(text[:limit]) + ("…" if len(text) > limit else "")
+
+
 def counted(number: int, one: str, several: str) -> str:
     """ "1 table row is", "3 table rows are"."""
     return f"{number} {one if number == 1 else several}"

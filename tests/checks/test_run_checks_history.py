@@ -20,10 +20,10 @@ from ghoststep.checks.steps.skipped_by_scaler import skipped_by_scaler
 from ghoststep.checks.steps.unchanged_weights import unchanged_weights
 from ghoststep.checks.steps.vanishing_gradient import vanishing_gradient
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.steps import Gap, RunRecord, Step, StepOutcome, TensorOutlier
+from ghoststep.evidence.steps import Gap, RunRecord, Step, StepOutcome, StepRow, TensorOutlier
 from ghoststep.evidence.training import OptimizerGroup
 from ghoststep.finding import Outcome, Severity
-from ghoststep.registry import Answer, NotApplicable, Unknown
+from ghoststep.registry import Answer, Clear, NotApplicable, Unknown
 from tests.checks.run_builders import TOKEN, crushed, every, healthy, put, record, row, run, skipped, step, window, zeroed
 from tests.checks.test_run_checks_lost import found, is_clear
 
@@ -53,7 +53,6 @@ class TestUnchanged:
             {"norm_after": 1e-7},  # converged
             {"trunk_norm": None},  # only a table trains: the sample may miss its rows
             {"outcome": StepOutcome.SKIPPED_BY_SCALER},
-            {"norm_after": math.nan, "moved": math.nan},
         ],
     )
     def test_look_alikes(self, change: dict[str, Any]) -> None:
@@ -91,6 +90,8 @@ class TestUnchanged:
 
     def test_unseen_and_absent(self) -> None:
         assert isinstance(self.of(every(healthy(30), moved=None)), Unknown)
+        dead = [*healthy(30), *every(healthy(40, start=31), norm_after=math.nan, moved=math.nan)]
+        assert isinstance(self.of(dead), Unknown)
         assert isinstance(self.of(healthy(30), unseen={"moved": "sharded"}), Unknown)
         assert isinstance(unchanged_weights(ABSENT, ABSENT), NotApplicable)
 
@@ -126,12 +127,14 @@ class TestScaler:
         assert is_clear(self.of(far)), "a start from far above"
         assert "The loss itself is NaN" in found(self.of(every(constant, loss=math.nan)))[0].message
 
-    def triggers(self, every_nth: int, count: int = 400, recovers: int = 0) -> list[Step]:
+    def triggers(
+        self, every_nth: int, count: int = 400, recovers: int = 0, rows: tuple[StepRow, ...] = (row(TOKEN, math.inf), row())
+    ) -> list[Step]:
         """A token skips one step in `every_nth`, and the scale halves; it doubles after `recovers` steps without a skip."""
         scale, quiet, steps = 2.0**40, 0, []
         for n in range(1, count + 1):
             if n % every_nth == 0:
-                steps.append(skipped(n, scale, rows=(row(TOKEN, math.inf),)))
+                steps.append(skipped(n, scale, rows=rows))
                 scale, quiet = scale / 2, 0
             else:
                 steps += self.taken(n, 1, scale)
@@ -145,6 +148,10 @@ class TestScaler:
         assert one.where.token_id == TOKEN
         assert "token 17 ' foo" in one.message
         assert "does not recover" in one.message
+
+    def test_where_every_place_is_nan_no_token_is_named(self) -> None:
+        (one,) = found(self.of(self.triggers(10, rows=(row(TOKEN, math.nan), row(3, math.nan)))))
+        assert (one.where.token_id, "token" in one.message) == (None, False)
 
     def test_skips_from_which_the_scale_recovers(self) -> None:
         assert is_clear(self.of(self.triggers(10, recovers=9)))
@@ -182,16 +189,22 @@ class TestLossSpike:
         assert is_clear(loss_spike(run(self.spiked(num_tokens=512)))), "longer batches under a summed loss"
         assert is_clear(loss_spike(run(record(self.spiked(), gaps=[Gap(after=90, reason="resumed")]))))
         assert isinstance(loss_spike(run(every(self.spiked(), loss=None))), Unknown)
-        assert isinstance(loss_spike(run(self.spiked()[60:127])), Unknown), "too few steps for a history"
+        assert isinstance(loss_spike(run(self.spiked()[60:79])), Unknown), "too few steps"
+        assert is_clear(loss_spike(run(self.spiked()[60:127]))), "too few steps for a history"
 
     def test_policy_losses_are_not_judged(self) -> None:
         chance = random.Random(0)
         steps = [replace(s, loss=chance.gauss(0, 0.01)) for s in healthy(300)]
         grown = [replace(s, loss=0.5 + chance.gauss(0, 0.01), norm=50.0) for s in healthy(20, start=200)]
-        assert is_clear(loss_spike(run(put(steps, *grown))))
+        assert isinstance(loss_spike(run(put(steps, *grown))), NotApplicable)
 
     def test_nan_is_somebody_elses(self) -> None:
-        assert is_clear(loss_spike(run(self.spiked(height=math.nan))))
+        said = loss_spike(run(self.spiked(height=math.nan)))
+        assert is_clear(said)
+        assert isinstance(said, Clear)
+        assert "40 of 200 steps could not be compared" in (said.reason or "")
+        forever = self.spiked(height=math.nan)[:140]
+        assert isinstance(loss_spike(run(forever)), Unknown), "all of the last twenty"
 
 
 class TestFlat:
@@ -240,6 +253,14 @@ class TestOscillating:
         assert "1 later block" in one.message
         assert is_clear(oscillating_loss(run(self.swing(0.75))))
         assert isinstance(oscillating_loss(run(self.swing(0.9)[:63])), Unknown)
+        assert isinstance(oscillating_loss(run(self.swing(0.9)[32:120])), Unknown), "no block is whole"
+
+    def test_a_few_steps_without_a_loss_do_not_hide_it(self) -> None:
+        steps = put(self.swing(0.9), *(step(n, loss=math.nan) for n in (7, 10, 70, 75)))
+        (one,) = found(oscillating_loss(run(steps)))
+        assert "45%" in one.message
+        most = put(self.swing(0.9), *(step(n, loss=math.nan) for n in (*range(1, 18), *range(65, 82))))
+        assert is_clear(oscillating_loss(run(most))), "17 of each 64 are too many"
 
     def test_look_alikes(self) -> None:
         falling = [replace(s, loss=12.0 - 0.18 * s.number) for s in healthy(64)]
@@ -249,7 +270,8 @@ class TestOscillating:
         outlier = put([replace(s, loss=1.0 + 0.01 * (-1) ** s.number) for s in healthy(64)], step(30, loss=60.0))
         assert is_clear(oscillating_loss(run(outlier)))
         policy = [replace(s, loss=(-1.0) ** s.number) for s in healthy(128)]
-        assert is_clear(oscillating_loss(run(policy)))
+        assert isinstance(oscillating_loss(run(policy)), NotApplicable)
+        assert is_clear(oscillating_loss(run(put(healthy(128), policy[7]))))
         summed = [replace(s, loss=2.0 * n, num_tokens=n) for s in healthy(128) for n in [100 + 80 * (-1) ** s.number]]
         assert is_clear(oscillating_loss(run(summed)))
         assert len(found(oscillating_loss(run(every(summed, num_tokens=100))))) == 1

@@ -155,6 +155,11 @@ class TestZeroed:
 
 
 class TestCrushed:
+    def test_a_nan_in_its_history_hides_none(self) -> None:
+        steps = put(healthy(200), nan_clipped(32), crushed(66))
+        (one,) = found(crushed_step(run(steps)))
+        assert one.where.step == 66
+
     def test_found_with_its_row_and_coefficient(self) -> None:
         (one,) = found(crushed_step(run(put(healthy(40), crushed(30), crushed(35)))))
         assert (one.where.step, one.where.table_row, one.where.position, one.where.rank) == (30, TOKEN, 8, 0)
@@ -270,25 +275,78 @@ class TestNanByClip:
 
 class TestHiddenNan:
     def test_first_and_count(self) -> None:
-        steps = put(healthy(30), *(step(n, loss=math.nan, norm=math.nan) for n in (12, 13, 29)))
+        steps = put(healthy(30), *(dead(n) for n in (12, 13, 29)))
         (one,) = found(hidden_nan_loss(run(steps, healthy(30))))
         assert (one.where.step, one.where.rank) == (12, 0)
         assert "NaN in step 12 and in 3 steps in all on 1 rank" in one.message
         assert "0.0" in one.message
+        assert (
+            "stepped on NaN or infinity in 12 of 12 gradient tensors in step 12; the loss is a number again in step 30"
+            in one.message
+        )
+        (one,) = found(hidden_nan_loss(run([*healthy(20), *(dead(n) for n in range(21, 25))])))
+        assert "it still is NaN in step 24" in one.message
 
     def test_scaler(self) -> None:
         early = [step(n, loss=math.inf, scale=65536.0, outcome=StepOutcome.SKIPPED_BY_SCALER) for n in range(1, 5)]
         assert is_clear(hidden_nan_loss(run([*early, *healthy(20, start=5)])))
         nan = every(early, loss=math.nan)
         assert found(hidden_nan_loss(run([*nan, *healthy(20, start=5)])))[0].severity is Severity.WARNING
-        assert found(hidden_nan_loss(run([step(1, loss=-math.inf, norm=math.nan)])))[0].severity is Severity.ERROR
+        (one,) = found(hidden_nan_loss(run([replace(dead(1), loss=-math.inf)])))
+        assert (one.severity, "the loss is -inf" in one.message) == (Severity.ERROR, True)
+
+    def test_a_loss_that_is_infinite_only_times_its_scale(self) -> None:
+        """2.0 in fp16 times 65536."""
+        scaled = step(9, loss=math.inf, scale=32768.0)
+        said = hidden_nan_loss(run(put(healthy(30), scaled)))
+        assert is_clear(said)
+        assert "1 of 30 steps could not be compared: the loss times its loss scale is infinite in step 9" in str(said.reason)
+        said = hidden_nan_loss(run(every(healthy(30), loss=math.inf, scale=32768.0)))
+        assert isinstance(said, Unknown)
+        assert "30 of 30 steps" in said.reason
+        for other in (
+            replace(scaled, scale=1.0),
+            replace(scaled, scale=None),
+            replace(scaled, loss=math.nan),
+            replace(scaled, num_nonfinite_before=12, num_nonfinite_after=12),  # the optimizer stepped on them
+            step(9, loss=math.inf, scale=1.0, outcome=StepOutcome.SKIPPED_BY_SCALER),
+        ):
+            assert found(hidden_nan_loss(run(put(healthy(30), other))))[0].where.step == 9
+
+    @pytest.mark.parametrize(
+        ("change", "severity", "text"),
+        [
+            ({"norm": math.inf, "norm_after": 0.0, "num_zero_after": 12}, Severity.WARNING, "exactly zero"),  # a clip
+            ({"norm": math.nan, "num_nonfinite_before": 12}, Severity.WARNING, "was given finite gradients"),  # a guard
+            ({"norm_after": None}, Severity.WARNING, "was given finite gradients"),  # finite before
+            ({"norm": math.nan, "num_nonfinite_before": 12, "norm_after": None}, Severity.ERROR, "is not seen here"),
+            ({"moved": 0.0, "norm_after": 0.0, "num_zero_after": 12}, Severity.WARNING, "the weights stood still"),
+            ({"outcome": StepOutcome.SKIPPED_BY_POLICY}, Severity.WARNING, "ghoststep skipped it"),
+            ({"num_nonfinite_after": 12, "norm_after": math.nan}, Severity.ERROR, "stepped on NaN or infinity"),
+        ],
+    )
+    def test_what_the_optimizer_was_given(self, change: dict[str, Any], severity: Severity, text: str) -> None:
+        (one,) = found(hidden_nan_loss(run(put(healthy(30), step(7, loss=math.nan, **change)))))
+        assert (one.severity, text in one.message) == (severity, True), one.message
+        assert ("Go back" in one.message) == (severity is Severity.ERROR)
+
+    def test_some_of_them_were_skipped(self) -> None:
+        steps = put(healthy(30), step(7, loss=math.nan), step(9, loss=math.nan, outcome=StepOutcome.SKIPPED_BY_POLICY))
+        assert "skipped in 1 step of them; in the others the optimizer" in found(hidden_nan_loss(run(steps)))[0].message
+
+    def test_a_finite_shard_says_nothing_of_the_others(self) -> None:
+        steps = put(healthy(30), step(7, loss=math.nan))
+        facts: dict[str, Any] = {"parallelism": "FSDP2", "world_size": 2}
+        assert found(hidden_nan_loss(run(steps, **facts)))[0].severity is Severity.ERROR
+        assert found(hidden_nan_loss(run(steps, steps, **facts)))[0].severity is Severity.WARNING
 
     def test_finite_gradients_spare_the_weights(self) -> None:
         """torch's mean over a batch in which every label is ignored: the loss is NaN, every gradient is zero."""
         zero: dict[str, Any] = {"num_zero_before": 12, "num_zero_after": 12, "norm": 0.0, "norm_after": 0.0}
         (one,) = found(hidden_nan_loss(run(put(healthy(30), step(7, loss=math.nan, **zero)))))
         assert one.severity is Severity.WARNING
-        assert "weights were spared" in one.message
+        assert "exactly zero; the step moved the weights by 0.0001 of their norm (momentum and decay go on" in one.message
+        assert "spared" not in one.message
         assert found(hidden_nan_loss(run([step(n, loss=math.nan, **zero) for n in range(1, 30)])))[0].severity is Severity.ERROR
 
     def test_zero_and_unseen(self) -> None:
@@ -319,13 +377,49 @@ class TestNonfiniteGradient:
         guarded = self.bad(5, num_nonfinite_after=0, norm_after=0.7)
         (one,) = found(nonfinite_gradient(ABSENT, run([guarded])))
         assert one.severity is Severity.WARNING
+        assert "something took them out before the optimizer stepped." in one.message
+        assert "checkpoint" not in one.message
+        (one,) = found(nonfinite_gradient(ABSENT, run([replace(guarded, norm_after=0.0, num_zero_after=12)])))
+        assert "stepped, and every gradient was exactly zero then." in one.message
+        (one,) = found(nonfinite_gradient(ABSENT, run([replace(guarded, norm_after=None)])))
+        assert (one.severity, "is not seen" in one.message) == (Severity.ERROR, True)
         assert is_clear(nonfinite_gradient(ABSENT, run([replace(guarded, clip_action="removed non-finite rows")])))
-        assert is_clear(nonfinite_gradient(ABSENT, run([self.bad(5, outcome=StepOutcome.SKIPPED_BY_SCALER)])))
+        skips = put(healthy(30), self.bad(5, outcome=StepOutcome.SKIPPED_BY_SCALER))
+        assert is_clear(nonfinite_gradient(ABSENT, run(skips)))
 
     def test_the_rank_before_the_reduction(self) -> None:
         guilty = self.bad(5, rows=(row(3, math.nan),))
         (one,) = found(nonfinite_gradient(ABSENT, run([self.bad(5)], [guilty])))
         assert one.where.rank == 1
+
+    def test_a_rank_that_fed_nothing_of_it_says_so(self) -> None:
+        facts: dict[str, Any] = {"world_size": 2, "parallelism": "DDP"}
+        (one,) = found(nonfinite_gradient(ABSENT, run(put(healthy(9), self.bad(5, rows=(row(),))), **facts)))
+        assert "this rank's loss was finite" in one.message
+        assert "another rank's batch may have done it" in one.message
+
+    def test_the_places_that_stand_out(self) -> None:
+        rows = (row(TOKEN, math.nan, example=1, position=8, row_norm_before=1e-30), row(5, math.inf, position=2), row(), row(6))
+        (one,) = found(nonfinite_gradient(ABSENT, run(put(healthy(9), self.bad(5, rows=rows)))))
+        where = one.where
+        assert (where.table_row, where.token, where.example, where.position, where.step) == (TOKEN, " foo\x1b[31m", 1, 8, 5)
+        assert (
+            "Table row 17 of embed.weight (token ' foo\\x1b[31m', norm 1e-30) got a gradient of nan at position 8"
+            in one.message
+        )
+        assert ", and table row 5 of embed.weight (norm 1) at position 2 of example 0;" in one.message
+        assert "\x1b" not in one.message
+
+    @pytest.mark.parametrize(
+        ("norms", "text"),
+        [((math.nan,) * 4, "No place of the batch stands out"), ((1.0, 2.0), "finite at every place"), ((), "")],
+    )
+    def test_no_place_stands_out(self, norms: tuple[float, ...], text: str) -> None:
+        rows = tuple(row(i, norm) for i, norm in enumerate(norms))
+        (one,) = found(nonfinite_gradient(ABSENT, run(put(healthy(9), self.bad(5, rows=rows)))))
+        assert (one.where.table_row, one.where.parameter) == (None, "a.w")
+        assert text in one.message
+        assert ("place" in one.message) == bool(norms)
 
     def test_neither_setup_nor_run(self) -> None:
         said = nonfinite_gradient(ABSENT, ABSENT)

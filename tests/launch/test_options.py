@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ghoststep.cli.run import _policy
+from ghoststep.cli.run import _policy, _refuse_sinks
 from ghoststep.errors import UsageError
 from ghoststep.launch.plan import Plan, default_run_dir, rank_of
 from ghoststep.launch.script import python_command
@@ -38,7 +38,7 @@ def test_ranks_of_one_launch_share_a_folder_and_runs_do_not(tmp_path: Path, monk
 def test_scripts_modules_and_commands(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    for target in ([str(script), "--lr", "1"], ["-m", "pkg.train", "x"]):
+    for target in ([str(script), "--lr", "1"], ["-m", "pkg.train", "x"], ["-c", "print(1)", "--strict"]):
         command = python_command(target)
         assert command is not None
         assert command[0] == sys.executable
@@ -48,6 +48,8 @@ def test_scripts_modules_and_commands(tmp_path: Path) -> None:
         python_command([str(tmp_path / "none.py")])
     with pytest.raises(UsageError, match="options of ghoststep go before"):
         python_command(["--strict", "train.py"])
+    with pytest.raises(UsageError, match="-c needs a program"):
+        python_command(["-c"])
 
 
 def test_policies_are_refused_before_the_script_starts() -> None:
@@ -69,6 +71,8 @@ def test_policies_are_refused_before_the_script_starts() -> None:
     ("options", "words"),
     [
         (["--sink", "carrier-pigeon"], "carrier-pigeon"),
+        (["--sink", "jsonl"], "needs a path"),
+        (["--sink", "prometheus:nine"], "needs a port"),
         (["--detail", "some"], "--detail"),
         (["--format", "papyrus"], "papyrus"),
         (["--no-record", "--run-dir", "x"], "exclude"),
@@ -81,6 +85,14 @@ def test_bad_options_start_nothing(tmp_path: Path, options: list[str], words: st
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_sink_without_its_library_is_refused_before_the_script_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for spec, package in (("wandb:p", "wandb"), ("prometheus:9464", "prometheus-client")):
+        with pytest.raises(UsageError, match=f"needs the package {package}: pip install {package}"):
+            _refuse_sinks([spec])
+    _refuse_sinks(["jsonl:steps.jsonl"])
 
 
 def test_an_unknown_command_is_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,15 @@ import pytest
 from ghoststep.evidence.steps import StepOutcome
 from ghoststep.subjects.run import open_run
 from tests.launch.running import GHOSTSTEP, LOST, SCRIPTS, assert_found, bare, call, start, watched
+
+COPY = """
+import copy, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+for _ in range(30):
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+"""
 
 
 @pytest.mark.parametrize("workers", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -73,6 +83,18 @@ def test_sigterm_ends_it_by_the_signal_with_the_record_closed(tmp_path: Path, sc
         assert time.monotonic() - begun < 30
 
 
+def test_code_on_the_command_line(tmp_path: Path) -> None:
+    """As `python -c`: argv, the first place that imports look at, the exit code, and no other arguments of its own are ours."""
+    code = (
+        "import sys\nprint(sys.argv, repr(sys.path[0]))\nfrom tests.launch.scripts import ending\nending.train()\nsys.exit(7)"
+    )
+    plain = call([sys.executable, "-c", code, "--strict", "-m"], tmp_path)
+    done = call([*GHOSTSTEP, "run", "--run-dir", "run", "--", "-c", code, "--strict", "-m"], tmp_path)
+    assert plain.stdout.startswith("['-c', '--strict', '-m'] ''")
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout) == (7, plain.stdout), done.stderr
+    assert_found(done, *LOST)
+
+
 def test_a_module(tmp_path: Path) -> None:
     package = tmp_path / "training"
     package.mkdir()
@@ -95,6 +117,20 @@ def test_nothing_trained(tmp_path: Path, how: tuple[str, ...], why: str) -> None
     ]
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_of_a_copy_is_told_as_such(tmp_path: Path) -> None:
+    """The copy is gone when the optimizer steps; what runs is another model, which nothing trains."""
+    done = call([*GHOSTSTEP, "run", "--no-record", "--", "-c", COPY], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "nothing trained was seen: an optimizer stepped, but its 2 tensors belong to no module" in done.stderr
+    assert "built from a copy of the model" in done.stderr
+
+
+def test_without_a_record_started_processes_are_not_denied(tmp_path: Path) -> None:
+    done = watched("idle.py", "torch", cwd=tmp_path, options=("--no-record",))
+    assert "ran with gradients in this process; processes that it started are in no report with --no-record" in done.stderr
+    assert "in this process" not in watched("idle.py", "torch", cwd=tmp_path).stderr
 
 
 @pytest.mark.parametrize(
@@ -136,10 +172,44 @@ def test_an_earlier_models_record_in_the_folder_is_not_this_runs(tmp_path: Path,
     assert f"recorded in {tmp_path / 'run' / 'model-2'} instead, since" in done.stderr
     assert "is the record of another model" in done.stderr
     assert "table row 17" not in done.stderr
-    assert "GS401 zeroed-step           would have seen" in done.stderr  # clear
+    assert re.search(r"GS401 zeroed-step +would have seen", done.stderr)  # clear
     again = watched("ending.py", "0", cwd=tmp_path, options=options)  # and the record that this model goes on with is
-    assert_found(again, *LOST)
+    assert_found(again, "table row 17", "in step 52")  # 12 steps after the 40 of the first start
+    assert "in step 12" not in again.stderr
     assert (again.returncode, "instead" in again.stderr) == (1 if options else 0, False), again.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--fail-on", "error")])
+def test_steps_of_an_earlier_start_are_not_this_runs(tmp_path: Path, options: tuple[str, ...]) -> None:
+    bad = watched("other.py", "bad", cwd=tmp_path, options=options)
+    assert (bad.returncode, "GS404 hidden-nan-loss" in bad.stderr) == (1 if options else 0, True), bad.stderr
+    good = watched("other.py", cwd=tmp_path, options=options)
+    assert good.returncode == 0, good.stderr
+    assert "the loss is NaN" not in good.stderr
+    assert "the steps up to 40 are not judged here" in good.stderr
+    assert re.search(r"GS404 hidden-nan-loss +would have seen .*; 40 steps looked at", good.stderr)
+    whole = call([*GHOSTSTEP, "check", "run"], tmp_path)
+    assert (whole.returncode, "the loss is NaN in step 12" in whole.stdout) == (1, True), whole.stdout
+
+
+def test_two_models_of_one_class_are_told_apart_without_a_record(tmp_path: Path) -> None:
+    done = watched("pair.py", cwd=tmp_path, options=("--no-record", "--format", "json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [s["name"] for s in report["subjects"]] == ["Sequential", "Sequential (2)"]
+    assert {(v["code"], v["subject"]) for v in report["verdicts"] if v["code"] == "GS404" and v["outcome"] == "found"} == {
+        ("GS404", "Sequential (2)")
+    }
+
+
+def test_the_record_of_two_models_is_checked_whole(tmp_path: Path) -> None:
+    watched("pair.py", cwd=tmp_path)
+    for named in (["run"], ["run", "run/model-2"]):  # the second record, if it is named too, is taken once
+        later = call([*GHOSTSTEP, "check", *named, "--select", "GS4", "--format", "json"], tmp_path)
+        assert later.returncode == 1, later.stderr
+        report = json.loads(later.stdout)
+        assert [s["name"] for s in report["subjects"]] == ["run", "run/model-2"]
+        assert {v["subject"] for v in report["verdicts"] if v["outcome"] == "found"} == {"run/model-2"}
 
 
 def test_the_report_where_the_user_wants_it(tmp_path: Path) -> None:

@@ -141,6 +141,14 @@ def test_damage_in_the_last_segment_is_told(tmp_path: Path, good: dict[str, byte
     assert "the checksum of a frame differs" in str(run.info().facts["damaged"])
 
 
+def test_a_damaged_segment_is_named_once(tmp_path: Path, good: dict[str, bytes]) -> None:
+    spoilt = {name: b"?" + data[1:] if name.endswith(".seg") else data for name, data in good.items()}
+    with pytest.raises(CannotLook) as raised:
+        Run(lay(tmp_path / "run", spoilt)).record()
+    for number in (1, 2, 3):
+        assert str(raised.value).count(f"{number:06d}.seg is damaged at byte 0") == 1
+
+
 def _whole(tmp_path: Path, data: bytes) -> list[run_frames.Frame]:
     (tmp_path / "part.seg").write_bytes(data)
     return list(SegmentReader(tmp_path / "part.seg"))

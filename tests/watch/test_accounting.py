@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ghoststep.evidence.steps import StepOutcome
+from ghoststep.evidence.steps import UNWATCHED, StepOutcome
+from ghoststep.finding import Outcome
 from tests.watch import more_loops, other_loops
 from tests.watch.loops import (
     Loop,
@@ -151,10 +152,42 @@ def test_skips_of_a_fused_optimizer() -> None:
 
 def test_thawed_parameters_are_told() -> None:
     (w,) = run(more_loops.frozen_midway, 60, flush_steps=7).watches
-    assert "blocks.1" in w.flusher.facts.unseen["thawed parameters"]
+    assert "blocks.1" in w.flusher.facts.unseen[UNWATCHED]
+    assert all("blocks.1" in (v.reason or "") for v in w.report().verdicts if v.outcome is Outcome.CLEAR)
     counts = [s.num_gradients for s in steps_of(w)]
     assert counts[0] == counts[19] == len(w.flusher.facts.trainable)
     assert counts[25] == counts[0] - 1
+
+
+@pytest.mark.parametrize("in_optimizer", [True, False])
+def test_a_head_that_is_put_in_anothers_place_is_told(in_optimizer: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with watch(model, optimizer, flush_steps=4) as w:
+        for step in range(30):
+            if step == 10:
+                assert not w.flusher.facts.unseen
+                model.head = torch.nn.Linear(model.head.in_features, model.head.out_features, bias=False)
+                if in_optimizer:
+                    optimizer.add_param_group({"params": list(model.head.parameters())})
+            optimizer.zero_grad()
+            next_token_loss(model(tokens(step)), tokens(step)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert "1 of the model's parameters (such as head.weight)" in w.flusher.facts.unseen[UNWATCHED]
+    assert caplog.text.count("in another's place") == 1
+
+
+def test_modules_that_borrow_tensors_for_a_call_are_not_told() -> None:
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with watch(model, optimizer, flush_steps=1) as w:
+        for step in range(12):
+            optimizer.zero_grad()
+            lent: dict[str, torch.Tensor] = {n: torch.nn.Parameter(p.detach() * 1.0) for n, p in model.named_parameters()}
+            torch.func.functional_call(model, lent, (tokens(step),))
+            next_token_loss(model(tokens(step)), tokens(step)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert not w.flusher.facts.unseen
 
 
 def test_optimizers_that_nobody_named_are_found_and_let_go() -> None:

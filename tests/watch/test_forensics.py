@@ -40,14 +40,15 @@ def test_a_batch_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (path, why) == (batch_path(tmp_path, 0, 7), "")
     assert path is not None
     assert path.name == "step-000007.safetensors"
-    (back,), missing = load_batches(path)
+    (kept,) = load_batches(path)
+    back = kept.value
     assert torch.equal(back["input_ids"], torch.arange(8).reshape(2, 4))
     assert back["attention_mask"].dtype == torch.bool
     assert back["weights"].view(torch.int16).tolist() == batch["weights"].view(torch.int16).tolist()
     assert torch.equal(back["nested"]["a/b"], torch.tensor([0, 2]))
     assert back["nested"]["50%"]["deep"].item() == 5
     assert (back["texts"], back["flag"], back["nothing"]) == (["one", "two\n"], True, None)
-    assert missing == ["function (values of type builtin_function_or_method are not kept)"]
+    assert kept.missing == {"function": "values of type builtin_function_or_method are not kept"}
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -58,11 +59,11 @@ def test_micro_batches_and_tuples(tmp_path: Path) -> None:
     keeper.keep(3, ids(4))
     path, _ = keeper.save(3, 1, tmp_path)
     assert path is not None
-    batches, missing = load_batches(path)
-    assert [len(b) for b in batches] == [3, 1, 1]
-    assert batches[0][1] is None
-    assert torch.equal(batches[2][0], ids(4))
-    assert missing == []
+    batches = load_batches(path)
+    assert [len(b.value) for b in batches] == [3, 1, 1]
+    assert batches[0].value[1] is None
+    assert torch.equal(batches[2].value[0], ids(4))
+    assert not any(b.missing for b in batches)
 
 
 def test_the_window_and_the_bound(tmp_path: Path) -> None:
@@ -90,8 +91,8 @@ def test_large_floats_are_left_out_and_ids_stay(tmp_path: Path) -> None:
     assert len(keeper.dropped) == 3
     path, _ = keeper.save(1, 0, tmp_path)
     assert path is not None
-    _, missing = load_batches(path)
-    assert [m.partition(" ")[0] for m in missing] == ["pixels", "sparse", "long"]
+    (kept,) = load_batches(path)
+    assert list(kept.missing) == ["pixels", "sparse", "long"]
 
 
 def test_never_overwritten_and_at_most_sixteen(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_tokens_of_real_tokenizers() -> None:
 def save(tmp_path: Path, *batches: Any, step: int = 5) -> Path:
     keeper = BatchKeeper()
     for batch in batches:
-        keeper.keep(step, batch)
+        keeper.keep(step, batch, by_loop=True)
     path, why = keeper.save(step, 0, tmp_path)
     assert path is not None, why
     return path
@@ -214,7 +215,7 @@ def test_replay_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"of rank 3 was not kept"):
         replay(tmp_path, 5, make_setup({"model": model}), rank=3)
     setup = make_setup({"model": model, "batch": {"x": torch.ones(1, 4), "y": torch.ones(1)}, "loss_fn": lambda m, b: b["y"]})
-    with pytest.raises(UsageError, match=r"also have y.*w\.step\(loss, batch\)"):
+    with pytest.raises(UsageError, match=r"y of the setup's own batch.*w\.step\(loss, batch\)"):
         replay(tmp_path, 5, setup)
 
 

@@ -8,11 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from ghoststep.errors import UsageError
 from ghoststep.finding import Finding, Severity, Symptom, Where
 from ghoststep.watching.judge import Alarm
 from ghoststep.watching.policy import GhoststepWarning, LostStepError, Means, Policy, parse
+from ghoststep.watching.watch import watch
+from tests.watch import replay_setups
 
 from . import watch_checks as own
 
@@ -107,12 +110,8 @@ def test_a_rule_for_a_symptom_is_not_silenced_by_its_cause() -> None:
     assert made.should_stop
 
 
-def test_rollback_is_asked_for_once_and_not_while_paused() -> None:
+def test_rollback_is_asked_for_once() -> None:
     made = policy({"zeroed-step": "rollback"})
-    made.is_paused = True
-    made.act([alarm()])
-    assert made.take_rollback() is None
-    made.is_paused = False
     made.act([alarm()])
     assert made.take_rollback() is not None
     assert made.take_rollback() is None
@@ -159,3 +158,35 @@ def test_refused_at_the_start(given: Any, means: Means, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(given, CHECKS, means)
     assert says in str(caught.value)
+
+
+def _bad_at(bad: int, policy: str, *, flushes: bool = False, **wishes: Any) -> tuple[int, bool]:
+    """Steps that were taken until the loop learnt of the NaN in step `bad`, and whether it was raised."""
+    model = replay_setups.Scored()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, policy=policy, flush_seconds=1e9, **wishes) as w:
+        for i in range(1, 100):
+            optimizer.zero_grad()
+            model(*replay_setups.data(i, i == bad))["loss"].backward()
+            try:
+                optimizer.step()
+                if flushes:
+                    w.flush()
+                w.step()
+            except LostStepError:
+                return i, True
+            if w.should_stop:
+                return i, False
+    raise AssertionError("nobody said anything")
+
+
+@pytest.mark.parametrize("policy", ["stop", "raise"])
+def test_how_late_a_policy_acts(policy: str) -> None:
+    """The figures of docs/watch.md: a step is judged at the first flush after it, and a step ends where the next one begins."""
+    is_raised = policy == "raise"
+    assert _bad_at(5, policy) == (33, is_raised)
+    assert _bad_at(32, policy) == (33, is_raised)
+    assert _bad_at(33, policy) == (65, is_raised), "32 steps later at most"
+    assert _bad_at(33, policy, strict=True) == (65, is_raised), "strict looks before a step for skip-step only"
+    assert _bad_at(5, policy, flush_steps=1) == (6, is_raised)
+    assert _bad_at(5, policy, flushes=True) == (5, is_raised), "at once"

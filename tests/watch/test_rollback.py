@@ -103,8 +103,11 @@ class FakeHost:
     def losses(self, first: int, last: int) -> Sequence[float | None]:
         return self.loop.losses[first - 1 : last]
 
-    def pause(self, is_paused: bool) -> None:
-        self.paused = is_paused
+    def begin_comparison(self) -> None:
+        self.paused = True
+
+    def end_comparison(self) -> None:
+        self.paused = False
 
     def restarted(self) -> None:
         self.restarts += 1
@@ -645,6 +648,94 @@ def test_a_real_watch_goes_back_and_the_run_is_what_it_would_have_been(tmp_path:
     (line,) = (tmp_path / "rank-00000" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line)["index"] == 32
     assert not (tmp_path / "rank-00000" / "checkpoints").exists()
+
+
+def test_the_steps_of_a_comparison_are_no_steps_of_the_run(tmp_path: Path) -> None:
+    """Not in the record, not in the report, not among the kept batches, not in a sink, and the numbers go on without them."""
+    from ghoststep.instruments.run_record import run_record
+    from ghoststep.subjects.run import open_run
+    from ghoststep.watching.replay import kept_steps
+    from ghoststep.watching.watch import watch
+
+    model = Lookup()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    policy = {"hidden-nan-loss": "rollback", "nonfinite-gradient": "rollback"}
+    lines = tmp_path / "steps.jsonl"
+    numbers: list[int] = []
+    with watch(model, optimizer, run_dir=tmp_path / "run", policy=policy, flush_steps=8, sinks=f"jsonl:{lines}") as w:
+        loader = w.guard(id_batches(60, 32), every=5, good_after=10, compared=3)
+        assert w._guard is not None
+        looped(model, optimizer, (_noted(numbers, w, b) for b in loader))
+        made = w._guard
+    events = _events(tmp_path / "run")
+    (rolled,) = [p for kind, p in events if kind == "rollback"]
+    (compared,) = [p for kind, p in events if kind == "comparison"]
+    assert set(compared["mean_loss"]) == {"with", "without", "with remedy"}
+    assert compared["mean_loss"]["without"] > 0
+    assert math.isnan(compared["mean_loss"]["with"])
+    undone = rolled["at_step"]
+    again = 59 - rolled["to_step"]  # but for the guilty one
+    (rank,) = run_record(open_run(str(tmp_path / "run"))).ranks
+    assert [s.number for s in rank.steps] == list(range(1, undone + again + 1))
+    assert len(numbers) == undone + again + 4 + 3 + 4, "the loop did train them"
+    # what comes after the comparison is what a run without one records
+    assert numbers[-again:] == list(range(undone + 1, undone + again + 1))
+    twin = Lookup()
+    with watch(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2)) as other:
+        data = id_batches(60, None)
+        looped(twin, other.optimizers[0], iter([*data[:32], *data[33:]]))
+    assert [s.loss for s in rank.steps[undone:]] == [s.loss for s in other.flusher.kept[rolled["to_step"] :]]
+    report = w.report()
+    steps = {f.where.step for v in report.verdicts for f in v.findings}
+    assert steps
+    assert all(s is None or rolled["error_step"] <= s <= undone for s in steps), steps
+    assert report.subjects[0].facts["steps"] == undone + again
+    assert set(kept_steps(tmp_path / "run")) <= set(range(rolled["error_step"], undone + 1))
+    told = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [t["ghoststep/steps/number"] for t in told if "alarm" not in t] == list(range(1, undone + again + 1))
+    assert made.num_rollbacks == 1
+
+
+def _noted(numbers: list[int], w: Any, batch: Any) -> Any:
+    numbers.append(w.builder.number + (1 if w.builder.has_stepped else 0))
+    if w.flusher.keeper is not None:
+        kept = [m.step for m in w.flusher.keeper._kept]
+        assert sorted(set(kept)) == kept, "one batch a step: those of a comparison would stand beside the run's own"
+    return batch
+
+
+def _events(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
+    import msgspec
+
+    from ghoststep.run_frames import EVENT, SegmentReader
+
+    found = []
+    for path in sorted((run_dir / "rank-00000").glob("*.seg")):
+        for frame in SegmentReader(path):
+            if frame.kind == EVENT:
+                event = msgspec.msgpack.decode(frame.data)
+                found.append((event["kind"], event["payload"]))
+    return found
+
+
+def test_breaking_out_of_a_real_comparison_leaves_the_runs_own_numbers(tmp_path: Path) -> None:
+    from ghoststep.watching.watch import watch
+
+    model = Lookup()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    policy = {"hidden-nan-loss": "rollback", "nonfinite-gradient": "rollback"}
+    with watch(model, optimizer, policy=policy, flush_steps=8, run_dir=tmp_path) as w:
+        loader = w.guard(id_batches(60, 32), every=5, good_after=10, compared=3)
+        looped(model, optimizer, (b for i, b in zip(range(42), loader, strict=False)))
+        is_comparing = w.flusher.aside is not None
+        loader.close()  # type: ignore[attr-defined]
+        assert is_comparing
+        assert w.flusher.aside is None
+        looped(model, optimizer, iter(id_batches(5, None)))
+    numbers = [s.number for s in w.flusher.kept]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert w.flusher.spool is not None
+    assert w.flusher.spool.last_number == numbers[-1]
 
 
 def test_without_a_rollback_policy_batches_pass_through(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_the_guilty_rank_is_named(kind: str, tmp_path: Path) -> None:
     report = ghoststep.check(tmp_path / "run")
     errors = [v.name for v in report.verdicts if v.outcome is Outcome.FOUND]
     assert errors == ["zeroed-step"], [f.message for v in report.verdicts for f in v.findings]
+    assert report.verdict("gradients-not-cleared").outcome is Outcome.CLEAR
     (finding,) = report.verdict("zeroed-step").findings
     where = finding.where
     assert (where.rank, where.step, where.token_id, where.table_row) == (1, BAD_STEPS[0], GUILTY, GUILTY)

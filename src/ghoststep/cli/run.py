@@ -19,7 +19,8 @@ CONTEXT = {"allow_interspersed_args": False}
 _Command = Annotated[
     list[str],
     typer.Argument(
-        metavar="SCRIPT.py|-m MODULE|COMMAND ARGS...", help="What you would give to `python`; or torchrun, accelerate, ..."
+        metavar="SCRIPT.py|-m MODULE|-c CODE|COMMAND ARGS...",
+        help="What you would give to `python`; or torchrun, accelerate, ...",
     ),
 ]
 _Policy = Annotated[
@@ -80,9 +81,9 @@ def _plan(
     tokenizer: str | None, fail_on: str | None, format: str | None, output: Path | None,  # noqa: A002
 ) -> Plan:  # fmt: skip
     """The options, refused now where they cannot work: a script that trains for days must not tell at its first step."""
-    from ghoststep.launch.folders import sizes
     from ghoststep.launch.plan import Plan, default_run_dir
     from ghoststep.report import FORMATS
+    from ghoststep.subjects.run_models import last_numbers
 
     if no_record and run_dir is not None:
         raise UsageError("--no-record and --run-dir exclude each other")
@@ -102,7 +103,7 @@ def _plan(
         run_dir=None if folder is None else str(folder), policy=_policy(policy or [], strict=strict), strict=strict,
         sinks=tuple(sink or ()), detail=detail, tokenizer=tokenizer, format=format or "",
         output="" if output is None else str(output.absolute()), fail_on=fail_on or "",
-        before={} if folder is None else sizes(folder),
+        before={} if folder is None else last_numbers(folder),
     )  # fmt: skip
 
 
@@ -128,11 +129,16 @@ def _policy(given: list[str], *, strict: bool) -> str | dict[str, str] | None:
 
 def _refuse_sinks(specs: list[str]) -> None:
     from ghoststep.sinks import SPECS
+    from ghoststep.sinks.spec import refuse
 
     kinds = {s.partition(":")[0].partition("[")[0] for s in SPECS}
     for spec in specs:
         if spec.partition(":")[0] not in kinds:
             raise UsageError(f"--sink {spec!r} is unknown; expected one of {', '.join(SPECS)}")
+        try:
+            refuse(spec)  # else the watch could not start when the model first runs, and days of training were not watched
+        except UsageError as error:
+            raise UsageError(f"--sink: {error}") from error
 
 
 def _refuse_folder(folder: Path) -> None:

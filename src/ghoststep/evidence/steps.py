@@ -64,6 +64,11 @@ class Step:
     loss scale during the step. moved: norm of the change over the norm, of a fixed sample of weights (`RunFacts.num_sampled`).
     clip_bound: max_norm of the clip that ran in this step; None if none was seen. clip_action: what ghoststep's clip did, or "".
     num_graph_nodes: nodes of the loss's autograd graph, in the steps where they were counted.
+    kept_gradients: True where the gradients of an optimizer that stepped were not cleared since its last step, so that the backward
+    added to them; False where something cleared or changed them; None where neither was seen (records of earlier versions too).
+    stuck: at the end of every 64th step that was taken, where 16-bit weights train by an optimizer of torch: of the sampled elements
+    with a finite non-zero gradient in each of those steps, the share that had one and the same value all the while, each element
+    weighted by how much of the model it stands for; else None, also where gradients and loss have fallen to next to nothing.
     """
 
     number: int
@@ -93,6 +98,8 @@ class Step:
     rows: tuple[StepRow, ...] = ()
     outliers: tuple[TensorOutlier, ...] = ()
     num_graph_nodes: int | None = None
+    kept_gradients: bool | None = None
+    stuck: float | None = None
     norms: bytes = b""
     """Full detail only: float32 gradient norm before clipping of each tensor of `RunFacts.trainable`, -1 for none."""
 
@@ -167,6 +174,9 @@ class RunRecord(Evidence):
     is_live: bool = False
     broken: tuple[str, ...] = ()
 
+
+UNWATCHED = "unwatched parameters"
+"""Key in `RunFacts.unseen`: parameters that train since some time after the start and are in no norm."""
 
 HISTORY = 256
 """Steps of history that a check may look back on."""

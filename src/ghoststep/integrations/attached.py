@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,25 +18,43 @@ if TYPE_CHECKING:
 class Attached:
     """The watch of one callback; a new one for each training that the callback sees.
 
-    Arguments are those of `ghoststep.watch`. Tokenizer and scheduler are the trainer's own unless they are given.
+    Arguments are those of `ghoststep.watch`, and are refused at once (`UsageError`) where they cannot be used. Tokenizer and scheduler
+    are the trainer's own unless they are given. The watch is made when training begins: a training that never does leaves none behind
+    that would say it was never started.
     """
 
     def __init__(
         self, *, run_dir: str | Path | None = None, policy: str | Mapping[str, str] | None = None, sinks: Sequence[Any] = (),
         **options: Any,
     ) -> None:  # fmt: skip
-        self._options = {"run_dir": run_dir, "policy": policy, "sinks": sinks, **options}
+        from ghoststep.watching import given
+        from ghoststep.watching.setting_up import make_wishes
+
+        self._options = {"run_dir": run_dir, "policy": policy, "sinks": given.sinks(sinks), **options}
+        unknown = sorted(set(options) - set(inspect.signature(make_wishes).parameters))
+        if unknown:
+            raise UsageError(
+                f"ghoststep.watch has no argument {unknown[0]!r} (a callback takes those beside model and optimizer)"
+            )
+        make_wishes(**self._options)
         self.watch: Watch | None = None
 
     def begin(self, model: Any, optimizers: Iterable[Any], **found: Any) -> None:
-        """Start. found: what the trainer has beside them; what the user gave goes before it."""
+        """Start. found: what the trainer has beside them; what the user gave goes before it.
+
+        A trainer's optimizer that holds no parameter of the model (DeepSpeed keeps copies) is told by a warning and never refused, and
+        what a watch has no use for (an image processor in a tokenizer's place) is left out: the user gave neither to us.
+        """
+        from ghoststep.watching import given
         from ghoststep.watching.watch import watch
 
         self.end()  # an earlier training that broke off
-        known = {name: value for name, value in found.items() if value is not None}
-        bare = [unwrapped(optimizer) for optimizer in optimizers if optimizer is not None]
+        known = {name: value for name, value in found.items() if value is not None and given.HELPERS[name][0](value)}
+        bare = [o for optimizer in optimizers if given.is_optimizer(o := unwrapped(optimizer))]
         self.watch = None
-        self.watch = watch(model, bare or None, **{**known, **self._options}).start()
+        made = watch(model, bare or None, **{**known, **self._options})
+        made.refuses_others = False
+        self.watch = made.start()
         atexit.register(self.end)  # a trainer calls nothing of ours when training raises
 
     @property

@@ -14,8 +14,8 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Options of a run. run_dir: absolute, or None: no record. policy: as `ghoststep.watch` takes it. format: of the report, "" for
-    the terminal's on stderr. output: file for it, or "". fail_on: severity the user named, or "". before: `folders.sizes` of run_dir
-    before the command started."""
+    the terminal's on stderr. output: file for it, or "". fail_on: severity the user named, or "". before: `run_models.last_numbers` of
+    run_dir before the command started."""
 
     run_dir: str | None = None
     policy: str | dict[str, str] | None = None
@@ -26,7 +26,7 @@ class Plan:
     format: str = ""
     output: str = ""
     fail_on: str = ""
-    before: dict[str, int] = field(default_factory=dict)
+    before: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def encode(self) -> str:
         """As text for the environment."""
@@ -36,7 +36,8 @@ class Plan:
     def decode(cls, text: str) -> Plan:
         """What `encode` wrote."""
         values = json.loads(text)
-        return cls(**{**values, "sinks": tuple(values["sinks"])})
+        before = {folder: {int(rank): n for rank, n in last.items()} for folder, last in values["before"].items()}
+        return cls(**{**values, "sinks": tuple(values["sinks"]), "before": before})
 
 
 def default_run_dir(environment: Mapping[str, str]) -> Path:

@@ -1,4 +1,4 @@
-"""What stands after `--`: a script, `-m module`, or a command."""
+"""What stands after `--`: a script, `-m module`, `-c code`, or a command."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")
 
 
 def python_command(target: Sequence[str]) -> list[str] | None:
-    """The command of this interpreter for a script or `-m module`; None if the target is another program.
+    """The command of this interpreter for a script, `-m module` or `-c code`; None if the target is another program.
 
     The interpreter's own options (-O, -W, -X, -u) go on, but those that would keep us out (-E, -I, -S).
     """
     first = target[0]
-    if first == "-m":
+    if first in ("-m", "-c"):
         if len(target) < 2:
-            raise UsageError("-m needs the name of a module")
+            raise UsageError("-m needs the name of a module" if first == "-m" else "-c needs a program as text")
     elif first.startswith("-"):
         raise UsageError(
-            f"{first!r} stands after `--`: options of ghoststep go before it; only a script, -m MODULE or a command after"
+            f"{first!r} stands after `--`: options of ghoststep go before it; after it a script, -m MODULE, -c CODE or a command"
         )
     elif not _is_script(first):
         return None

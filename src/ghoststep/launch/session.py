@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.launch.bootstrap import PLAN, REPORTER
-from ghoststep.launch.folders import number_of, numbered
 from ghoststep.launch.plan import Plan, rank_of
+from ghoststep.subjects.run_models import number_of, numbered
 
 if TYPE_CHECKING:
     import torch

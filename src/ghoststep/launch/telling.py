@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ghoststep.finding import Outcome, Report, Severity
-from ghoststep.launch.folders import written_since
 from ghoststep.launch.plan import Plan
+from ghoststep.subjects.run_models import written_since
 
 if TYPE_CHECKING:
     from ghoststep.launch.session import Session
@@ -42,13 +42,19 @@ def _why(session: Session) -> str:
     if session.has_opened:
         return ": training began, and no step of it was finished"
     if session.num_unowned:
-        return f": an optimizer stepped, but its {session.num_unowned} tensors belong to no module (DeepSpeed keeps copies of its own)"
-    return ": no module with an optimizer ran with gradients"
+        return (
+            f": an optimizer stepped, but its {session.num_unowned} tensors belong to no module (built from a copy of the model, or of "
+            "parameters that were replaced since, it trains nothing that runs; DeepSpeed keeps copies of its own)"
+        )
+    here = ""
+    if session.plan.run_dir is None:  # started processes leave the report to this one, which knows them by their record alone
+        here = " in this process; processes that it started are in no report with --no-record"
+    return f": no module with an optimizer ran with gradients{here}"
 
 
 def recorded(plan: Plan, *, wait: bool = False, title: str = "") -> list[Report]:
-    """What the checks say about each model's record, all ranks together; nothing where nothing was recorded. A record that was there
-    before and did not grow is an earlier run's. title: for the report, where the folder's name says nothing."""
+    """What the checks say about each model's record, all ranks together; nothing where nothing was recorded. Steps that were there
+    before are an earlier run's. title: for the report, where the folder's name says nothing."""
     if plan.run_dir is None:
         return []
     from ghoststep import api
@@ -57,12 +63,14 @@ def recorded(plan: Plan, *, wait: bool = False, title: str = "") -> list[Report]
     from ghoststep.watching.judge import run_checks
 
     first = Path(plan.run_dir)
-    folders = written_since(first, plan.before)
+    written = written_since(first, plan.before)
+    folders = list(written)
     if wait:
         _wait_for_ranks(folders)
     codes = tuple(c.code for c in run_checks(load(with_instruments=False).checks))
     names = [title + (f" ({f.name})" if f != first else "") if title else str(f) for f in folders]
-    runs = [r for r in (Run(f, name=n) for f, n in zip(folders, names, strict=True)) if r.unreadable is None]
+    runs = [Run(f, name=n, after=written[f]) for f, n in zip(folders, names, strict=True)]
+    runs = [r for r in runs if r.unreadable is None]
     return [api.run([r], api.CheckSettings(select=codes)) for r in runs]
 
 
@@ -106,11 +114,18 @@ def _joined(reports: Sequence[Report]) -> Report:
         return reports[0]
     from ghoststep.report.order import reading_order
 
-    verdicts = [replace(v, subject=r.subjects[0].name) for r in reports for v in r.verdicts]
+    names = _told_apart([r.subjects[0].name for r in reports])
+    verdicts = [replace(v, subject=name) for r, name in zip(reports, names, strict=True) for v in r.verdicts]
+    subjects = [replace(s, name=name) for r, name in zip(reports, names, strict=True) for s in r.subjects]
     return replace(
-        reports[0], subjects=tuple(s for r in reports for s in r.subjects), verdicts=reading_order(verdicts),
+        reports[0], subjects=tuple(subjects), verdicts=reading_order(verdicts),
         seconds=sum(r.seconds for r in reports), exit_code=max(r.exit_code for r in reports),
     )  # fmt: skip
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Two models of one class without a record have the same name: the later ones get a number."""
+    return [n if (before := names[:i].count(n)) == 0 else f"{n} ({before + 1})" for i, n in enumerate(names)]
 
 
 def has_findings(reports: Sequence[Report], fail_on: str) -> bool:

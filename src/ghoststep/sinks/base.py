@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from ghoststep.errors import UsageError
 from ghoststep.evidence.steps import RunFacts, Step
 from ghoststep.finding import Severity
+from ghoststep.text import visible
 
 
 @runtime_checkable
@@ -37,7 +38,9 @@ def library(module: str, package: str, sink: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(f"the sink {sink!r} needs the package {package} ({error}): pip install {package}") from error
+        raise UsageError(
+            f"the sink {sink!r} needs the package {package} ({visible(str(error))}): pip install {package}"
+        ) from error
 
 
 def run_name(facts: RunFacts) -> str:

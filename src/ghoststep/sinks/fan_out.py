@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from ghoststep.errors import UsageError
+from ghoststep.errors import GhoststepError, UsageError
 from ghoststep.evidence.steps import RunFacts, Step
 from ghoststep.finding import Severity
 from ghoststep.sinks.base import Sink, same_random_numbers
 from ghoststep.sinks.spec import open_sink
+from ghoststep.text import error_text, printable, visible
 
 logger = logging.getLogger("ghoststep.sinks")
 
@@ -80,20 +81,29 @@ class Sinks:
 
     def _drop(self, sink: Sink, what: str, error: Exception) -> None:
         self._open.remove(sink)
-        told = f"{type(sink).__name__}.{what}: {type(error).__name__}: {error}"
+        told = f"{visible(type(sink).__name__)}.{what}: {error_text(error)}"
         self.broken.append(told)
         logger.warning("a sink of ghoststep failed and is closed; training and the other sinks go on: %s", told)
         if what != "close":
             try:
                 sink.close()
-            except Exception:
-                logger.debug("closing the sink failed too", exc_info=True)
+            except Exception as failure:
+                logger.debug("closing the sink failed too: %s", error_text(failure))
 
 
 def _opened(sink: Sink | str) -> Sink:
     if isinstance(sink, str):
-        with same_random_numbers():
-            return open_sink(sink)
+        try:
+            with same_random_numbers():
+                return open_sink(sink)
+        except GhoststepError:
+            raise
+        except Exception as error:  # a library's own: no permission, no server
+            raise UsageError(f"the sink {printable(sink)} cannot be opened: {error_text(error)}") from error
+    if isinstance(sink, type):
+        raise UsageError(f"a sink is an object, not a class: {visible(sink.__name__)}(...); got the class itself")
     if not isinstance(sink, Sink):
-        raise UsageError(f"a sink needs the methods write, alarm and close (ghoststep.sinks.Sink); got {type(sink).__name__}")
+        raise UsageError(
+            f"a sink needs the methods write, alarm and close (ghoststep.sinks.Sink); got {visible(type(sink).__name__)}"
+        )
     return sink

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 
 from ghoststep.errors import UsageError
@@ -16,6 +17,28 @@ SPECS: Mapping[str, str] = {
     "prometheus[:[ADDRESS:]PORT]": "gauges in the process's registry, or served at this port (127.0.0.1 unless told)",
 }
 """Spec → where it leads."""
+
+_LIBRARIES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "prometheus": "prometheus_client",
+}
+
+
+def refuse(spec: str) -> None:
+    """`UsageError` for a spec that cannot work, told without opening anything: no file is made, no port taken, no library imported."""
+    kind, _, rest = spec.partition(":")
+    if kind in ("jsonl", "tensorboard"):
+        _needed(spec, rest, "a path" if kind == "jsonl" else "a folder")
+    elif kind == "prometheus":
+        _address(spec, rest)
+    elif kind not in _LIBRARIES:
+        raise UsageError(f"there is no sink {kind!r}; known are {', '.join(SPECS)}")
+    if kind in _LIBRARIES and importlib.util.find_spec(_LIBRARIES[kind]) is None:
+        package = _LIBRARIES[kind].replace("_", "-")
+        raise UsageError(f"the sink {kind!r} needs the package {package}: pip install {package}")
 
 
 def open_sink(spec: str) -> Sink:

@@ -20,10 +20,19 @@ def open_subject(spec: str, *, offline: bool = False, fast: bool = False) -> Sub
 
     if is_setup_spec(spec):
         return open_setup(spec, fast=fast)
-    from ghoststep.subjects.run import is_run_folder, open_run
+    from ghoststep.subjects.run import is_run_folder, open_run, run_around, runs_inside
 
     if is_run_folder(Path(spec).expanduser()):
         return open_run(spec)
+    from ghoststep.errors import SubjectError
+
+    if around := run_around(spec):
+        raise SubjectError(around)
     from ghoststep.subjects.checkpoint import open_checkpoint
 
-    return open_checkpoint(spec, offline=offline)
+    try:
+        return open_checkpoint(spec, offline=offline)
+    except SubjectError as error:
+        if inside := runs_inside(spec):
+            raise SubjectError(f"{inside} As a checkpoint: {error}") from error
+        raise

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import os
+import re
+import shlex
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ghoststep.errors import CannotLook, SubjectError
-from ghoststep.evidence.steps import RankRecord, RunRecord
+from ghoststep.evidence.steps import Gap, RankRecord, RunRecord
 from ghoststep.finding import SubjectInfo
 from ghoststep.run_folder import HEADER, MANIFEST, rank_folder, rank_folders, read_header
 from ghoststep.subjects.run_ranks import MAX_RUN_BYTES, MAX_STEPS, RankReading, RunEvent, read_events, read_rank
-from ghoststep.text import visible
+from ghoststep.text import counted, visible
 
 MAX_RANKS = 1024
+MAX_LOOKED_AT = 1000
+"""Entries of a folder in which runs are looked for, to name them in an error."""
+
+_RANK_NAME = re.compile(r"rank-[0-9]{5,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +42,16 @@ class RunReading:
 class Run:
     """A run folder. Its files are read on the first question and kept; a run that goes on is seen as it was then. Threads may ask.
 
+    after: rank → number of the last step that is left out, where only what a process added is asked for.
+
     Memory: at most the last 200,000 steps of a rank and about 1 GiB in all; where more is there, it is said.
     """
 
     kind = "run"
 
-    def __init__(self, folder: Path, *, name: str | None = None) -> None:
+    def __init__(self, folder: Path, *, name: str | None = None, after: Mapping[int, int] | None = None) -> None:
         self.folder = folder
+        self._after = after or {}
         self.name = name if name is not None else str(folder)
         self._lock = threading.Lock()
         self._reading: RunReading | None = None
@@ -63,6 +74,8 @@ class Run:
         if dates := _dates(records):
             facts["recorded"] = dates
         facts["ended"] = "closed" if all(r.is_closed for r in records) else "killed, crashed or still running"
+        if earlier := max(self._after.values(), default=0):
+            facts["earlier"] = f"the steps up to {earlier} are not judged here: `ghoststep check` on the folder judges all"
         if gaps := sum(len(r.gaps) for r in records):
             facts["gaps"] = gaps
         if any(r.has_more for r in reading.ranks):
@@ -88,7 +101,7 @@ class Run:
                 raise CannotLook(self._failure)
             if self._reading is None:
                 try:
-                    self._reading = _read(self.folder, self.name)
+                    self._reading = _read(self.folder, self.name, self._after)
                 except CannotLook as failure:
                     self._failure = str(failure)
                     raise
@@ -113,6 +126,39 @@ def is_run_folder(path: Path) -> bool:
         return False
 
 
+def run_around(spec: str) -> str:
+    """What to write instead of one rank's folder, whose kept batches would pass for a checkpoint; "" for any other."""
+    if not _RANK_NAME.fullmatch(Path(spec).name):
+        return ""
+    above = Path(spec).expanduser().resolve().parent
+    return f"{visible(spec)} is one rank's part of a run: name the run, {_command(above)}." if is_run_folder(above) else ""
+
+
+def runs_inside(spec: str) -> str:
+    """What to write instead of a folder of run folders; "" where none is inside. Looks at `MAX_LOOKED_AT` entries at most."""
+    folder = Path(spec).expanduser()
+    if not folder.is_dir():
+        return ""
+    try:
+        with os.scandir(folder) as entries:
+            seen = list(itertools.islice(entries, MAX_LOOKED_AT))
+    except OSError:
+        return ""
+    runs = sorted(e.name for e in seen if not e.name.startswith(".") and is_run_folder(folder / e.name))
+    if not runs:
+        return ""
+    most = "at least " if len(seen) == MAX_LOOKED_AT else ""
+    some = ", ".join(visible(n) for n in runs[:3]) + (", ..." if len(runs) > 3 else "")
+    inside = f"{most}{counted(len(runs), 'run is', 'runs are')} inside ({some})"
+    return f"{visible(spec)} is no run itself; {inside}: name one, {_command(Path(spec) / runs[0])}."
+
+
+def _command(folder: Path) -> str:
+    """What to type. A name that cannot be shown as it is would not be found if it were copied from here."""
+    name = shlex.quote(str(folder))
+    return f"`ghoststep check {name}`" if name.isprintable() else f"`ghoststep check` and {visible(name)} (escaped here)"
+
+
 def open_run(spec: str) -> Run:
     """Open a run folder. `SubjectError` when a newer ghoststep wrote it or its header is damaged beyond reading."""
     folder = Path(spec).expanduser()
@@ -125,7 +171,18 @@ def open_run(spec: str) -> Run:
     return Run(folder, name=spec)
 
 
-def _read(folder: Path, name: str) -> RunReading:
+def _since(rank: RankReading, number: int) -> RankReading:
+    """Without the steps up to this number. What comes after begins anew, as after any gap."""
+    if not number:
+        return rank
+    steps = tuple(s for s in rank.record.steps if s.number > number)
+    gaps = tuple(g for g in rank.record.gaps if g.after >= number)
+    if not any(g.after == number for g in gaps):
+        gaps = (Gap(after=number, reason="earlier steps are left out"), *gaps)
+    return replace(rank, record=replace(rank.record, steps=steps, gaps=gaps))
+
+
+def _read(folder: Path, name: str, after: Mapping[int, int]) -> RunReading:
     complaints = [] if (folder / HEADER).exists() else [f"{HEADER} is missing"]
     try:
         folders = rank_folders(folder)
@@ -139,8 +196,10 @@ def _read(folder: Path, name: str) -> RunReading:
     share = MAX_RUN_BYTES // len(chosen)
     ranks = [read_rank(path, rank, max_steps=MAX_STEPS, max_bytes=share) for rank, path in chosen]
     complaints += [complaint for rank in ranks for complaint in rank.complaints]
+    ranks = [_since(r, after.get(r.record.facts.rank, 0)) for r in ranks]
     if not any(r.record.steps for r in ranks):
-        gaps = [g.reason for r in ranks for g in r.record.gaps]
+        said = "; ".join(complaints)  # a damaged segment is a complaint and a gap: it is named once
+        gaps = [g.reason for r in ranks for g in r.record.gaps if g.reason.split("; ")[0] not in said]
         why = "; ".join([*complaints, *gaps][:3]) or "the process ended before its first flush"
         raise CannotLook(f"{name} holds no step that can be read: {why}.")
     return RunReading(ranks=tuple(ranks), complaints=tuple(complaints))

@@ -90,7 +90,8 @@ def read_rank(folder: Path, rank: int, *, max_steps: int = MAX_STEPS, max_bytes:
     try:
         files = segments(folder)
     except (OSError, CannotLook) as error:
-        complaints.append(f"{folder.name} cannot be listed: {error}")
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        complaints.append(f"{folder.name} cannot be listed: {visible(why)}")
         files = {}
     parts: deque[_Part] = deque()
     has_more = False

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ghoststep.errors import SubjectError, UsageError
 from ghoststep.finding import SubjectInfo
+from ghoststep.run_folder import loading
 from ghoststep.subjects.setup_batches import Batch, make_batches
 from ghoststep.subjects.setup_values import a, check_objects, check_pad_id, check_roles, users_file
 
@@ -159,13 +160,14 @@ def open_setup(spec: str, *, fast: bool = False) -> Setup:
     `SubjectError` when file, module or function is missing, or the function raises or calls `sys.exit`.
     """
     place, _, function_name = spec.rpartition(":")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise SubjectError(f"{place} has no function {function_name!r}; it has: {known or 'none'}")
-    with users_file(place, f"in {function_name}()"):
-        returned = function()
+    with loading(place):
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            known = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+            raise SubjectError(f"{place} has no function {function_name!r}; it has: {known or 'none'}")
+        with users_file(place, f"in {function_name}()"):
+            returned = function()
     if isinstance(returned, Setup):
         return returned
     if not isinstance(returned, Mapping):

@@ -32,6 +32,8 @@ class Before:
         self._clipped: torch.Tensor | None = None
         self._versions: list[tuple[int, int]] = []
         self._began: list[tuple[int, int]] | None = None
+        self.seen: list[tuple[int, int]] = []
+        """Versions as a backward's beginning or end saw them last; empty where no parameter had a gradient."""
         self._has_seen = self._has_all = False
 
     @property
@@ -51,11 +53,12 @@ class Before:
         """Before a backward, perhaps another model's. False if gradients of this step are gone: cleared, and no step used them."""
         there = self._norms.has_any()
         self._began = self._norms.versions() if there else None
+        self.seen = self._began or []
         return there or not self._has_seen
 
     def end_backward(self) -> bool:
         """After it: gradients have been added to, or False if none of ours was."""
-        versions = self._norms.versions()
+        versions = self.seen = self._norms.versions()
         if (self._began is None and not any(key for key, _ in versions)) or versions == self._began:
             return False
         self._versions, self._has_seen = versions, True
@@ -77,14 +80,14 @@ class Before:
         """[P] as far as they are known before the optimizer's step."""
         return self._measured if self._measured is not None else self._clipped
 
-    def at_step(self, after: torch.Tensor | None) -> torch.Tensor | None:
+    def at_step(self, after: torch.Tensor | None, versions: list[tuple[int, int]]) -> torch.Tensor | None:
         """[P] for the record, once the optimizer has stepped; None if something unexplained wrote to the gradients.
 
-        after: norms of every gradient now, where all of them were measured.
+        after: norms of every gradient now, where all of them were measured. versions: now.
         """
         import torch
 
-        is_same = self._norms.versions() == self._versions
+        is_same = versions == self._versions
         known = self._measured
         if known is None and self._clipped is not None:
             known = self._clipped

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.watching.before import Before
+from ghoststep.watching.kept import Kept
 from ghoststep.watching.measure import NUM_PLACES, TensorNorms, WeightSample, row_norms, wide
 from ghoststep.watching.ring import PLACE_COLUMNS, WIDTH, HostFacts, Ring
 from ghoststep.watching.seams import Lookup, Table
@@ -38,7 +40,7 @@ class StepBuilder:
         places = [i for t in tables if (i := self.index_of.get(id(t.module.weight))) is not None]
         norms.sampled = _spread(len(norms.parameters), places)
         self._chosen: tuple[list[int], list[int]] = ([], [])
-        self.early = Before(norms)
+        self.early, self.kept = Before(norms), Kept(norms)
         self._ended_at: float | None = None
         self._num_nodes: int | None = None
         self._reset()
@@ -52,6 +54,7 @@ class StepBuilder:
         self.scale: torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None
         self.moved: torch.Tensor | None = None
+        self.has_kept: torch.Tensor | None = None
         self.has_stepped = False
         self.stepped_by: list[Any] = []
         self.host = HostFacts(number=self.number, ended_at=0.0, seconds=None)
@@ -69,6 +72,9 @@ class StepBuilder:
     def abandon(self) -> None:
         """Forget the step that is being put together: it belongs to a state that is no more."""
         self.lookups.clear()
+        self.kept.forget()
+        if self.sample.stuck is not None:
+            self.sample.stuck.restart()
         self._reset()
 
     def begin_backward(self, tensors: Any) -> HostFacts | None:
@@ -76,13 +82,16 @@ class StepBuilder:
         ended = self.close() if self.has_stepped else None
         if not self.early.begin_backward():
             self._reset()  # gradients that nothing used and that are gone: what was seen of them is no part of the next step
+        self.kept.began(self.early.seen)
         self._num_nodes = _count_nodes(_tensors(tensors)) if self.number <= 5 or self.number % 50 == 0 else None
         return ended
 
     def end_backward(self, tensors: Any) -> bool:
         """After a backward; False if it was not one of this model."""
         mine = [x for x in self.lookups if x.places is not None]
-        if not self.early.end_backward() and not mine:
+        is_ours = self.early.end_backward()
+        self.kept.ended(self.early.seen)
+        if not is_ours and not mine:
             return False
         if not self.is_open:
             self.sample.keep()
@@ -128,9 +137,12 @@ class StepBuilder:
         is_whole = len(self.norms.sampled) == len(self.norms.parameters)
         if self._chosen[0] is not indices:
             self._chosen = indices, indices if is_whole else sorted({*indices} & {*self.norms.sampled})
-        after = self.norms.of(self._chosen[1])
+        after, versions = self.norms.of(self._chosen[1]), self.norms.versions()
         if len(self.stepped_by) == 1:
-            self.before = self.early.at_step(after if is_whole and len(indices) == len(self.norms.parameters) else None)
+            self.before = self.early.at_step(
+                after if is_whole and len(indices) == len(self.norms.parameters) else None, versions
+            )
+        self._look_at_kept(optimizer, after, versions)
         if not is_whole:
             self.host.carried += tuple(indices)
         if after is not None and self.after is not None:
@@ -140,10 +152,25 @@ class StepBuilder:
         moved = None if isinstance(optimizer, torch.optim.LBFGS) else self.sample.moved()
         if moved is not None:
             self.moved = moved if self.moved is None else torch.hypot(moved, self.moved)
+            if self.sample.stuck is not None:
+                self.sample.stuck.stepped(optimizer, {id(self.norms.parameters[i]) for i in indices})
         self.host.lrs += tuple(_number(g.get("lr")) for g in optimizer.param_groups)
         self._read_rows()
         self._end_time()
         return ended
+
+    def _look_at_kept(self, optimizer: Any, after: torch.Tensor | None, versions: list[tuple[int, int]]) -> None:
+        """Whether this optimizer's gradients were cleared since its last step."""
+        import torch
+
+        chosen = self._chosen[1]
+        is_whole = len(self.norms.sampled) == len(self.norms.parameters)
+        places = chosen if is_whole else [bisect_left(self.norms.sampled, i) for i in chosen]
+        found = self.kept.stepped(optimizer, places, after, versions)
+        if isinstance(found, torch.Tensor):
+            self.has_kept = found if self.has_kept is None else found | self.has_kept
+        elif found is False:
+            self.host.has_cleared = True
 
     def _read_rows(self) -> None:
         """Norms of the kept places' table rows as they are now."""
@@ -181,6 +208,7 @@ class StepBuilder:
         self.host.was_skipped, self.host.by_policy = True, by_policy
         self.before = self.early.now()
         self.after = self.norms.of() if by_policy else None  # the optimizer was kept from these
+        self.kept.skipped(self.norms.versions())
         self.has_stepped = True
         self._read_rows()
         self._end_time()
@@ -197,7 +225,9 @@ class StepBuilder:
         if not self.has_stepped:
             return None
         kind = wide(self.ring.device)
-        scalars = [self.loss, self.scale, self.found_inf, self.moved]
+        counted = self.sample.stuck
+        stuck = None if counted is None else counted.end_step(is_taken=bool(self.stepped_by))
+        scalars = [self.loss, self.scale, self.found_inf, self.moved, self.has_kept, stuck]
         empty = torch.full((), math.nan, dtype=kind, device=self.ring.device)
         parts = [torch.stack([empty if s is None else s.to(empty.device, kind).reshape(()) for s in scalars])]
         if self.places is not None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ghoststep.errors import GhoststepError, UsageError
+from ghoststep.text import error_text
+from ghoststep.watching.guarded import traceback_text
 from ghoststep.watching.state_saver import Saver, StateSaver
 
 logger = logging.getLogger("ghoststep.watch")
@@ -57,9 +59,9 @@ class Checkpoints:
             if isinstance(self.saver, StateSaver):
                 self.saver.verify(str(path))
         except Exception as error:
-            text = " ".join(str(error).split())[:300]
+            text = error_text(error, 300)
             raise UsageError(
-                f'policy "rollback" cannot work here: the state cannot be saved and read again ({type(error).__name__}: {text}); '
+                f'policy "rollback" cannot work here: the state cannot be saved and read again ({text}); '
                 "give a saver with save(path) and load(path)"
             ) from error
         self._taken = [Checkpoint(step=step, path=path, is_start=True)]
@@ -72,9 +74,11 @@ class Checkpoints:
         except Exception as error:
             if not self.failed:
                 logger.warning(
-                    "no checkpoint could be written after step %d; training goes on with the older ones", step, exc_info=error
+                    "no checkpoint could be written after step %d; training goes on with the older ones\n%s",
+                    step,
+                    traceback_text(error),
                 )
-            self.failed = f"{type(error).__name__}: {error}"
+            self.failed = error_text(error)
             _remove(path)
             return
         self.failed = ""
@@ -114,7 +118,7 @@ class Checkpoints:
             self.saver.load(str(checkpoint.path))
         except Exception as error:
             raise GhoststepError(
-                f"rolling back to the checkpoint after step {checkpoint.step} failed ({type(error).__name__}: {error}): the model "
+                f"rolling back to the checkpoint after step {checkpoint.step} failed ({error_text(error)}): the model "
                 "may be half restored; restart from a checkpoint of your own"
             ) from error
 

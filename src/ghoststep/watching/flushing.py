@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ghoststep.evidence.steps import RankRecord, RunFacts, RunRecord, Step, StepOutcome
-from ghoststep.finding import Severity, Verdict
+from ghoststep.finding import Basis, Severity, Verdict
 from ghoststep.sinks import Sinks
 from ghoststep.watching.forensics import BatchKeeper, decode_tokens
 from ghoststep.watching.guarded import Faults
@@ -22,6 +22,9 @@ from ghoststep.watching.spool import Spool
 MAX_KEPT = 4096
 """Steps kept in memory where there is no record on disk, so that the last report counts all of them."""
 
+NOTED_BATCHES = 4
+"""Batches that are kept for notes (a single step far above, a batch without a label): they leave room on the disk for errors."""
+
 SUSPICIOUS_COEFFICIENT = 0.05
 """Clip coefficient below which a step's tokens are decoded, in case a check names them."""
 
@@ -32,7 +35,10 @@ BESIDE = ("decoding tokens: ", "keeping a batch: ", "batch: ", "sinks: ")
 
 @dataclass(slots=True, kw_only=True)
 class Flusher:
-    """Everything on the host's side of one watch. spool, keeper and tokenizer may be None."""
+    """Everything on the host's side of one watch. spool, keeper and tokenizer may be None.
+
+    aside: while it is a list, steps go there and nowhere else: those of a rollback's comparison are no steps of the run.
+    """
 
     recorder: Recorder
     judge: Judge
@@ -49,6 +55,8 @@ class Flusher:
     kept: list[Step] = field(default_factory=list)
     num_steps: int = 0
     alarms: list[Alarm] = field(default_factory=list)
+    aside: list[Step] | None = None
+    num_noted: int = 0
 
     def add(self, flushed: Flushed | None) -> None:
         """Take a flush whose copy is on its way."""
@@ -67,6 +75,9 @@ class Flusher:
 
     def _work(self, steps: list[Step]) -> None:
         """Each part under its own guard: a sink that fails does not end the judging."""
+        if self.aside is not None:
+            self.aside.extend(steps)
+            return
         self.window.extend(steps)
         self.num_steps += len(steps)
         if len(self.kept) + len(steps) <= MAX_KEPT:
@@ -91,8 +102,15 @@ class Flusher:
         said = {"code": alarm.code, "name": alarm.name, "severity": alarm.severity.value, "message": finding.message}
         if self.spool is not None:
             self.spool.write_event("alarm", {**said, "step": alarm.step})
-        if alarm.severity is not Severity.NOTE and alarm.step is not None:
+        if alarm.step is not None and self._is_evidence(alarm):
             self.faults.guarded("keeping a batch", self._save)(alarm.step)
+
+    def _is_evidence(self, alarm: Alarm) -> bool:
+        """Whether the batch of its step is worth a place on the disk."""
+        if alarm.severity is not Severity.NOTE:
+            return True
+        self.num_noted += alarm.finding.basis is not Basis.RULE_OF_THUMB
+        return alarm.finding.basis is not Basis.RULE_OF_THUMB and self.num_noted <= NOTED_BATCHES
 
     def _save(self, step: int) -> None:
         if self.keeper is not None and self.run_dir is not None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ghoststep.text import visible
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,10 +37,12 @@ KEY = "ghoststep"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MicroBatch:
     """One fed batch. tensors: clones by path ("labels", "inputs/input_ids"). plain: values that JSON can hold. left_out: path → why.
-    kind: "mapping" or "tuple"."""
+    kind: "mapping" or "tuple". micro_batch, by_loop: see `BatchKeeper.keep`."""
 
     step: int
     kind: str
+    micro_batch: int | None
+    by_loop: bool
     tensors: Mapping[str, torch.Tensor]
     plain: Mapping[str, Any]
     left_out: Mapping[str, str]
@@ -61,9 +65,13 @@ class BatchKeeper:
     _kept: deque[_MicroBatch] = field(default_factory=deque)
     _num_bytes: int = 0
 
-    def keep(self, step: int, batch: Any) -> None:
-        """Clone a batch (mapping, nested mappings, tuple, list or one tensor) that is fed as a micro-batch of this step."""
-        made = _cloned(step, batch, self.max_bytes)
+    def keep(self, step: int, batch: Any, *, micro_batch: int | None = None, by_loop: bool = False) -> None:
+        """Clone a batch (mapping, nested mappings, tuple, list or one tensor) that is fed as a micro-batch of this step.
+
+        micro_batch: number of backwards of the step before this call: a model that is called twice for one backward is fed two
+        parts of one micro-batch. by_loop: the loop handed it over, `w.step(loss, batch)`; else it is what the model was called with.
+        """
+        made = _cloned(step, batch, self.max_bytes, micro_batch, by_loop)
         for reason in made.left_out.values():
             self._drop(reason)
         self._kept.append(made)
@@ -100,7 +108,7 @@ class BatchKeeper:
         try:
             _write(path, _serialised(found, step, rank))
         except OSError as error:
-            self.failed = f"batches cannot be written to {path.parent}: {error.strerror or error}"
+            self.failed = visible(f"batches cannot be written to {path.parent}: {error.strerror or error}")
             logger.warning("%s; training goes on", self.failed)
             return None, self.failed
         return path, ""
@@ -111,7 +119,7 @@ def batch_path(run_dir: Path, rank: int, step: int) -> Path:
     return run_dir / f"rank-{rank:05d}" / "batches" / f"step-{step:06d}.safetensors"
 
 
-def _cloned(step: int, batch: Any, max_bytes: int) -> _MicroBatch:
+def _cloned(step: int, batch: Any, max_bytes: int, micro_batch: int | None, by_loop: bool) -> _MicroBatch:
     import torch
 
     kind = "mapping" if isinstance(batch, Mapping) else "tuple"
@@ -139,7 +147,8 @@ def _cloned(step: int, batch: Any, max_bytes: int) -> _MicroBatch:
             plain[path] = value
             text -= len(written)
     return _MicroBatch(
-        step=step, kind=kind, tensors=tensors, plain=plain, left_out=left_out, num_bytes=max_bytes - room
+        step=step, kind=kind, micro_batch=micro_batch, by_loop=by_loop, tensors=tensors, plain=plain, left_out=left_out,
+        num_bytes=max_bytes - room,
     )  # fmt: skip
 
 
@@ -204,6 +213,8 @@ def _serialised(found: Sequence[_MicroBatch], step: int, rank: int) -> bytes:
         "micro_batches": [
             {
                 "kind": m.kind,
+                "micro_batch": m.micro_batch,
+                "by_loop": m.by_loop,
                 "plain": dict(m.plain),
                 "left_out": dict(m.left_out),
                 "dtypes": {path: str(t.dtype).removeprefix("torch.") for path, t in m.tensors.items()},

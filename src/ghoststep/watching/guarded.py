@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
+
+from ghoststep.text import error_text, visible
 
 logger = logging.getLogger("ghoststep.watch")
 
@@ -22,8 +25,10 @@ class Faults:
     def keep(self, hook: str, error: BaseException) -> None:
         """Remember a hook's first failure and log it once."""
         if hook not in self.by_hook:
-            self.by_hook[hook] = f"{type(error).__name__}: {error}"
-            logger.warning("the hook %r of ghoststep failed and is off from here on; training goes on", hook, exc_info=error)
+            self.by_hook[hook] = error_text(error)
+            logger.warning(
+                "the hook %r of ghoststep failed and is off from here on; training goes on\n%s", hook, traceback_text(error)
+            )
 
     def lines(self) -> tuple[str, ...]:
         """One line a hook, for `RunRecord.broken`."""
@@ -42,3 +47,13 @@ class Faults:
                 self.keep(hook, error)
 
         return call
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback for a log, where `exc_info` would print the texts of a stranger's exceptions as they are: escaped and indented, so
+    that none of their lines looks like one of the log's own."""
+    try:
+        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n").split("\n")
+    except Exception:
+        lines = [error_text(error)]
+    return "\n".join(f"  {visible(line)}" for line in lines)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +16,21 @@ from ghoststep.watching.rollback import COMPARED, EVERY, Guard
 from ghoststep.watching.state_saver import Saver, StateSaver
 
 if TYPE_CHECKING:
+    from ghoststep.watching.forensics import BatchKeeper
     from ghoststep.watching.judge import Alarm
+    from ghoststep.watching.recorder import Recorder
     from ghoststep.watching.watch import Watch
 
 logger = logging.getLogger("ghoststep.watch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What the run goes on from after a comparison: the number of its next step, the usual norms of its tensors, its kept batches."""
+
+    number: int
+    recorder: Recorder
+    keeper: BatchKeeper | None
 
 
 class WatchHost:
@@ -26,6 +39,7 @@ class WatchHost:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._num_seen = 0
+        self._run: _Run | None = None
 
     def steps_done(self) -> int:
         """A step that is over counts before it is closed by the next forward."""
@@ -52,13 +66,28 @@ class WatchHost:
         return self._watch.flusher.policy.take_rollback()
 
     def losses(self, first: int, last: int) -> Sequence[float | None]:
-        """From the window."""
-        found = {s.number: s.loss for s in self._watch.flusher.window}
+        """Of the comparison while one runs, else from the window."""
+        flusher = self._watch.flusher
+        found = {s.number: s.loss for s in (flusher.window if flusher.aside is None else flusher.aside)}
         return [found.get(n) for n in range(first, last + 1)]
 
-    def pause(self, is_paused: bool) -> None:
-        """The policy only logs meanwhile."""
-        self._watch.flusher.policy.is_paused = is_paused
+    def begin_comparison(self) -> None:
+        """Put all steps up to here into the record, and none from here on."""
+        watch, flusher = self._watch, self._watch.flusher
+        watch.flush()
+        self._run = _Run(number=watch.builder.number, recorder=copy.deepcopy(flusher.recorder), keeper=flusher.keeper)
+        flusher.aside, flusher.keeper = [], None
+
+    def end_comparison(self) -> None:
+        """The run goes on where it was: its steps are counted, recorded and judged again."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        watch, flusher = self._watch, self._watch.flusher
+        watch.flush()
+        flusher.aside, flusher.recorder, flusher.keeper = None, run.recorder, run.keeper
+        watch.builder.number = run.number
+        watch.builder.abandon()
 
     def restarted(self) -> None:
         """Record what is over, then forget it as history."""

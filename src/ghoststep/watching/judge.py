@@ -12,6 +12,8 @@ from ghoststep.engine import Case, ask
 from ghoststep.evidence.steps import RankRecord, RunRecord, Step
 from ghoststep.finding import Finding, Outcome, Severity, Verdict, Where
 from ghoststep.registry import Check, load
+from ghoststep.text import error_text
+from ghoststep.watching.guarded import traceback_text
 
 logger = logging.getLogger("ghoststep.watch")
 
@@ -105,7 +107,7 @@ class Judge:
         try:
             diagnosed = diagnose(verdicts, self.checks)
         except Exception as error:  # ours; what was found is told undiagnosed
-            self._fault = f"joining symptoms to causes raised {type(error).__name__}: {error}"
+            self._fault = f"joining symptoms to causes raised {error_text(error)}"
             diagnosed = tuple(verdicts)
         return [alarm for v in diagnosed for alarm in self._alarms(v, first, new_steps[0].number)]
 
@@ -181,7 +183,7 @@ class Judge:
         try:
             return diagnose(merged, self.checks)
         except Exception as error:
-            logger.warning("symptoms could not be joined to their causes", exc_info=error)
+            logger.warning("symptoms could not be joined to their causes\n%s", traceback_text(error))
             return tuple(merged)
 
     def _final(self, state: _State, whole: Verdict | None) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -10,36 +11,34 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ghoststep.errors import UsageError
+from ghoststep.evidence.steps import UNWATCHED
 from ghoststep.watching.building import StepBuilder
 from ghoststep.watching.flushing import Flusher
 from ghoststep.watching.guarded import Faults
+from ghoststep.watching.newcomers import Newcomers
 from ghoststep.watching.ring import Ring
 from ghoststep.watching.run_facts import argument_names, optimizer_groups
+from ghoststep.watching.scaler import found_inf, scale_of
 from ghoststep.watching.seams import Lookup, ModelSeams, plain_name
-from ghoststep.watching.setting_up import Wishes, make_strict
+from ghoststep.watching.setting_up import Wishes, make_strict, refuse_untrainable
 from ghoststep.watching.strict import StrictStep
 
 if TYPE_CHECKING:
     import torch
 
-THAWED = "thawed parameters"
-"""Key in `RunFacts.unseen`."""
+
+logger = logging.getLogger("ghoststep.watch")
 
 
 class Listening:
     """A `patches.Listener` for one model. `Watch` starts and ends it."""
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[Any], wishes: Wishes) -> None:
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise UsageError("nothing to watch: no parameter of the model has requires_grad=True")
         self.model, self.faults = model, Faults()
-        self._names, self._parameters = [plain_name(n) for n, _ in named], [p for _, p in named]
         self._wishes = wishes
-        self.optimizers: list[Any] = []
+        self.optimizers: list[Any] = list(optimizers)
         self._found: list[weakref.ref[Any]] = []  # those that nobody named: a loop that makes new ones must not keep the old
-        self._indices: weakref.WeakKeyDictionary[Any, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
-        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        self._look_at_parameters()
         self._lock = threading.RLock()  # forward and backward may run in other threads
         self._argument_names: tuple[str, ...] | None = None
         self._forward_thread: threading.Thread | None = None
@@ -50,18 +49,27 @@ class Listening:
         self._ring: Ring | None = None
         self._flusher: Flusher | None = None
         self._flushed_at = 0.0
+        self._fed = 0  # the step that the last forward or backward went into
         self._stepped_inside_scaler = False
         self._clip_events: Any = None
         self._has_begun = False
-        for optimizer in optimizers:
-            self._indices_of(optimizer)
-            self.optimizers.append(optimizer)
+        self._newcomers: Newcomers | None = None
+        self._has_flushed = False
+
+    def _look_at_parameters(self) -> None:
+        """Those that train now: `fully_shard`, `.to_empty()` and PEFT put others in their place between the making and the start."""
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self._names, self._parameters = [plain_name(n) for n, _ in named], [p for _, p in named]
+        self._indices: weakref.WeakKeyDictionary[Any, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
+        refuse_untrainable(self._parameters)
 
     @property
     def flusher(self) -> Flusher:
         """The host's side of this watch."""
         if self._flusher is None:
-            raise UsageError("the watch has not started: use it as `with ghoststep.watch(...) as w:`")
+            raise UsageError(
+                "this watch was not started, so that nothing is watched: use it as `with ghoststep.watch(...) as w:`"
+            )
         return self._flusher
 
     @property
@@ -110,7 +118,7 @@ class Listening:
         """The scaler is about to step an optimizer, or not."""
         self._stepped_inside_scaler = False
         if self._is_ours(optimizer):
-            self._do("scaler", lambda b: b.scaled(_scale_of(scaler)))
+            self._do("scaler", lambda b: b.scaled(scale_of(scaler)))
 
     def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """The scaler is done: without a step in between, the step was skipped."""
@@ -172,7 +180,8 @@ class Listening:
         with self._lock, torch.no_grad():
             self._forward_thread = threading.current_thread()
             self._ended_step(builder.has_stepped and builder.close())
-            self.faults.guarded("batch", self._keep_batch)(self._named_arguments(args, kwargs))
+            self._fed = builder.number
+            self.faults.guarded("batch", self._keep_batch)(self._named_arguments(args, kwargs), by_loop=False)
 
     def _looked_up(self, lookup: Lookup) -> None:
         assert self._builder is not None
@@ -194,14 +203,19 @@ class Listening:
         self._ended_step(builder.begin_backward(tensors))
 
     def _end_backward(self, builder: StepBuilder, tensors: Any) -> None:
-        if self._backward_thread == threading.get_ident():  # not one whose beginning was none of ours
-            builder.end_backward(tensors)
+        is_whole = self._backward_thread == threading.get_ident()  # not one whose beginning was none of ours
+        if is_whole and builder.end_backward(tensors):
+            self._fed = builder.number
         self._backward_thread = None
 
-    def _keep_batch(self, batch: Any) -> None:
+    def _keep_batch(self, batch: Any, *, by_loop: bool) -> None:
         keeper = None if self._flusher is None else self._flusher.keeper
-        if keeper is not None and self._builder is not None:
-            keeper.keep(self._builder.number, batch)
+        if keeper is None or self._builder is None:
+            return
+        if by_loop:  # after a step that a scaler skipped, or a flush in between, the next one is being put together already
+            keeper.keep(self._fed or self._builder.number, batch, by_loop=True)
+        else:
+            keeper.keep(self._builder.number, batch, micro_batch=self._builder.host.num_micro_batches)
 
     def _stepped(self, builder: StepBuilder, optimizer: Any) -> None:
         self._stepped_inside_scaler = True
@@ -211,10 +225,11 @@ class Listening:
         self._ended_step(builder.optimizer_stepped(optimizer, self._indices_of(optimizer)))
         assert self._flusher is not None
         self._flusher.take()
+        self._look_for_newcomers()
 
     def _after_scaler(self, builder: StepBuilder, scaler: Any, optimizer: Any) -> None:
         if self._stepped_inside_scaler:
-            builder.found_inf = _found_inf(scaler, optimizer)
+            builder.found_inf = found_inf(scaler, optimizer)
         elif not builder.host.by_policy:
             builder.skipped()
             self._ended_step(builder.close())
@@ -233,13 +248,26 @@ class Listening:
             self._builder.close()
         self._flusher.add(self._ring.flush())
         self._flusher.take(wait=wait)
-        self._look_for_thawed()
+        self._has_flushed = True
+        stuck = None if self._builder is None else self._builder.sample.stuck
+        if stuck is not None:
+            self._tell_unseen("stuck", stuck.reason)
 
-    def _look_for_thawed(self) -> None:
-        thawed = [n for n, p in self._frozen if p.requires_grad]
-        if thawed and THAWED not in self.flusher.facts.unseen:
-            said = f"{len(thawed)} (such as {thawed[0]}) train since the watch started and are not in any norm; start another watch"
-            self._tell_facts(unseen={**self.flusher.facts.unseen, THAWED: said})
+    def _tell_unseen(self, quantity: str, reason: str) -> bool:
+        """True if this was not known."""
+        unseen = self.flusher.facts.unseen
+        if not reason or quantity in unseen:
+            return False
+        self._tell_facts(unseen={**unseen, quantity: reason})
+        return True
+
+    def _look_for_newcomers(self) -> None:
+        """After an optimizer step, once a flush: in a forward, functional calls may have lent the modules other tensors."""
+        if self._has_flushed and self._newcomers is not None:
+            self._has_flushed = False
+            said = self._newcomers.told()
+            if self._tell_unseen(UNWATCHED, said):
+                logger.warning("%s", said)
 
     def _strict_for(self, optimizer: Any) -> StrictStep | None:
         return make_strict(self, optimizer, self._indices_of(optimizer))
@@ -263,15 +291,3 @@ class Listening:
 
     def _optimizer_names(self) -> tuple[str, ...]:
         return tuple(type(o).__qualname__ for o in self._every_optimizer())
-
-
-def _scale_of(scaler: Any) -> torch.Tensor | None:
-    scale = getattr(scaler, "_scale", None)
-    return None if scale is None else scale.detach().clone()
-
-
-def _found_inf(scaler: Any, optimizer: Any) -> torch.Tensor | None:
-    """What a fused optimizer was told: above 0 if it left the weights alone."""
-    states = getattr(scaler, "_per_optimizer_states", {})
-    found = states[id(optimizer)].get("found_inf_per_device", {}) if id(optimizer) in states else {}
-    return sum(found.values()) if found else None

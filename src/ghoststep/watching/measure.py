@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ghoststep.remedies.clip_gradients import is_sharded, local
+from ghoststep.watching.stuck import StuckElements
 
 if TYPE_CHECKING:
     import torch
@@ -155,7 +156,10 @@ class WeightSample:
         floating = [p for p in parameters if p.is_floating_point() and local(p.detach()).numel()]
         stride = max(1, -(-len(floating) // SAMPLED_TENSORS))
         self.parameters = floating[::stride]
-        self.num_elements = sum(min(SAMPLED_ELEMENTS, local(p.detach()).numel()) for p in self.parameters)
+        sizes = [min(SAMPLED_ELEMENTS, local(p.detach()).numel()) for p in self.parameters]
+        self.num_elements = sum(sizes)
+        self.stuck = StuckElements.of(self.parameters, sizes)
+        """Where 16-bit weights train."""
         self._last: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor | None:
@@ -170,7 +174,13 @@ class WeightSample:
 
     def keep(self) -> None:
         """Remember the weights as they are."""
-        self._last = self.take()
+        now, last = self.take(), self._last
+        self._last = now
+        self._tell_stuck(last, now)
+
+    def _tell_stuck(self, last: torch.Tensor | None, now: torch.Tensor | None) -> None:
+        if self.stuck is not None and last is not None and now is not None:
+            self.stuck.saw(last, now)
 
     def moved(self) -> torch.Tensor | None:
         """0-dim: norm of the change since the last call (or `keep`) over the norm of the sample."""
@@ -180,5 +190,6 @@ class WeightSample:
         self._last = now
         if now is None or last is None:
             return None
+        self._tell_stuck(last, now)
         change: torch.Tensor = torch.linalg.vector_norm(now - last) / torch.linalg.vector_norm(last).clamp_min(1e-30)
         return change

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,8 +11,12 @@ from ghoststep.errors import GhoststepError, UsageError
 from ghoststep.finding import Severity
 from ghoststep.registry import Check
 from ghoststep.text import visible
+from ghoststep.watching.guarded import traceback_text
 from ghoststep.watching.judge import Alarm
 from ghoststep.watching.strict import KNOWN_BEFORE
+from ghoststep.watching.users_line import GhoststepWarning, users_line
+
+__all__ = ["ACTIONS", "GhoststepWarning", "LostStepError", "Means", "Policy", "PolicyGiven", "Rule", "parse", "told"]
 
 logger = logging.getLogger("ghoststep.watch")
 
@@ -22,10 +25,6 @@ ACTIONS = ("log", "warn", "stop", "raise", "skip-step", "rollback")
 True. raise: `LostStepError` at the next safe point. skip-step: the optimizer's step is not called. rollback: see `rollback.Guard`."""
 
 PolicyGiven = str | Mapping[str, str] | None
-
-
-class GhoststepWarning(UserWarning):
-    """An alarm of a watch whose policy is "warn"."""
 
 
 class LostStepError(GhoststepError):
@@ -137,16 +136,14 @@ def _as_name(pattern: str) -> str:
 class Policy:
     """The rules of one watch and what came of them. `act` never raises: a raise waits for `raise_pending` at a safe point.
 
-    names: of the checks, by code. on_stop: called once at the first stop, for integrations with a stop of their own. is_paused:
-    alarms are only logged (while a comparison runs). taken: (step, code, action) of everything beyond a log line, oldest first, at
-    most 1000.
+    names: of the checks, by code. on_stop: called once at the first stop, for integrations with a stop of their own. taken:
+    (step, code, action) of everything beyond a log line, oldest first, at most 1000.
     """
 
     rules: tuple[Rule, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     on_stop: list[Callable[[], None]] = field(default_factory=list)
     should_stop: bool = False
-    is_paused: bool = False
     wants_rollback: Alarm | None = None
     taken: list[tuple[int | None, str, str]] = field(default_factory=list)
     _pending: Exception | None = None
@@ -197,10 +194,9 @@ class Policy:
         """Log every alarm, and do what the rules say."""
         for alarm in alarms:
             text = told(alarm)
-            # In a comparison after a rollback the guilty batch is trained on again, on purpose.
-            logger.log(logging.INFO if self.is_paused else _LEVELS[alarm.severity], "%s", text)
+            logger.log(_LEVELS[alarm.severity], "%s", text)
             action = self._action_for(alarm)
-            if action == "log" or self.is_paused:
+            if action == "log":
                 continue
             if len(self.taken) < 1000:
                 self.taken.append((alarm.step, alarm.code, action))
@@ -215,7 +211,7 @@ class Policy:
 
     def _warn(self, text: str) -> None:
         try:
-            warnings.warn(text, GhoststepWarning, stacklevel=2)
+            users_line().warn(text)
         except GhoststepWarning as error:  # the user turned warnings into errors
             self._pending = self._pending or error
 
@@ -227,7 +223,7 @@ class Policy:
                 try:
                     call()
                 except Exception as error:
-                    logger.warning("a stop of the integration failed; `should_stop` is set", exc_info=error)
+                    logger.warning("a stop of the integration failed; `should_stop` is set\n%s", traceback_text(error))
 
     def raise_pending(self) -> None:
         """Raise what waits, once. To be called where an exception leaves training whole: in `w.step()`, after an optimizer's step."""

@@ -27,6 +27,36 @@ room for a token that occurs several times."""
 
 MAX_NAMES = 4
 
+NORM_FALLEN, LOSS_FALLEN = 1 / 30, 1 / 10
+"""Of the largest typical gradient norm and loss of a run so far: below both it has converged, and its updates may well be too small
+for its weights. Trainings that go on come near one of them (gradients fall by some ten after the first steps), not both."""
+
+NUM_NEAR = 8
+"""Steps whose median is typical of that time."""
+
+
+class _Fall:
+    """How far gradients and loss have fallen since the steps in which they were largest."""
+
+    def __init__(self) -> None:
+        self._recent: tuple[list[float], list[float]] = [], []
+        self._heights = [0.0, 0.0]
+        self._now = [math.inf, math.inf]
+
+    def judged(self, share: float, norm: float | None, loss: float | None) -> float | None:
+        """The share of stuck elements as it was measured; None where there is none, or where the run has converged."""
+        for k, value in enumerate((norm, loss)):
+            recent = self._recent[k]
+            if value is not None and math.isfinite(value):
+                recent.append(abs(value))
+            if len(recent) == NUM_NEAR:
+                self._now[k] = sorted(recent)[NUM_NEAR // 2]
+                self._heights[k] = max(self._heights[k], self._now[k])
+                recent.clear()
+        is_low = self._now[0] < NORM_FALLEN * self._heights[0]
+        has_learnt = self._heights[1] == 0 or self._now[1] < LOSS_FALLEN * self._heights[1]
+        return None if math.isnan(share) or (is_low and has_learnt) else share
+
 
 class Recorder:
     """Turns flushes into steps, and knows each tensor's usual norm."""
@@ -41,6 +71,7 @@ class Recorder:
         self._num_seen = 0
         self._typical_P: NDArray[np.float32] | None = None
         self._typical_at = 0
+        self._fall = _Fall()
 
     def steps(self, flushed: Flushed) -> list[Step]:
         """The steps of one flush, whose copy has arrived."""
@@ -98,6 +129,7 @@ class Recorder:
             nonfinite_before=self._named(bad_P), nonfinite_after=self._named(bad_after_P),
             lrs=facts.lrs, scale=scale, moved=_seen(scalars["moved"]), clip_bound=facts.clip_bound, clip_action=facts.clip_action,
             rows=rows, outliers=self._outliers(before_P, has_P, typical_P), num_graph_nodes=facts.num_graph_nodes,
+            kept_gradients=_kept(facts, scalars["kept"]), stuck=self._fall.judged(scalars["stuck"], _total(before_P[has_P]), loss),
             norms=before_P.astype("<f4").tobytes() if self.keep_norms else b"",
         )  # fmt: skip
         self._history[self._num_seen % NUM_TYPICAL] = np.where(has_P & np.isfinite(before_P), before_P, np.nan)
@@ -186,6 +218,13 @@ def _total(norms: NDArray[Any]) -> float | None:
     if not len(norms):
         return None
     return float(np.sqrt(np.sum(np.square(norms, dtype=np.float32), dtype=np.float32)))
+
+
+def _kept(facts: HostFacts, is_same: float) -> bool | None:
+    """is_same: 1 where nothing wrote to the gradients of an optimizer and their norms stayed; 0 where those changed unseen."""
+    if is_same == 1:
+        return True
+    return False if is_same == 0 or facts.has_cleared else None
 
 
 def _seen(value: float) -> float | None:

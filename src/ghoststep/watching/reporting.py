@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from ghoststep.finding import Outcome, Report, Severity, SubjectInfo, Verdict
+from ghoststep.text import error_text
 from ghoststep.watching.flushing import Flusher
 
 
@@ -40,7 +41,7 @@ def report(flusher: Flusher, *, num_waiting: int = 0) -> Report:
 
 
 def _unanswered(flusher: Flusher, error: Exception) -> tuple[Verdict, ...]:
-    reason = f"the report failed: {type(error).__name__}: {error}"
+    reason = f"the report failed: {error_text(error)}"
     return tuple(
         Verdict(code=c.code, name=c.name, outcome=Outcome.BROKEN, severity=c.severity, basis=c.basis, reason=reason)
         for c in flusher.judge.checks

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 PLACE_COLUMNS = ("norm", "id", "flat", "row_before", "row_after", "micro", "table", "width")
-SCALARS = ("loss", "scale", "found_inf", "moved")
+SCALARS = ("loss", "scale", "found_inf", "moved", "kept", "stuck")
 WIDTH = len(SCALARS) + NUM_PLACES * len(PLACE_COLUMNS)
 
 
@@ -36,6 +36,7 @@ class HostFacts:
     clip_bound: float | None = None
     clip_action: str = ""
     num_graph_nodes: int | None = None
+    has_cleared: bool = False  # the gradients of an optimizer that stepped, since its last step
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,8 +3,9 @@
 Between two batches, when the loop's body is over, the guard restores the last checkpoint that is known to be good, puts the guilty
 batch in quarantine, and compares: it yields the guilty batch and a few others, then restores again and yields the same few without
 it. The loop trains on them as on any other batch, so that its own loss, clipping and optimizer are compared; their losses go into an
-event. At the end the good state is back, bit for bit, and the loop goes on with the batches since then, but for the guilty one: the
-run becomes what it would have been without that batch. Counters of the loop's own count every batch that is yielded.
+event, and these steps are no steps of the run. At the end the good state is back, bit for bit, and the loop goes on with the batches
+since then, but for the guilty one: the run becomes what it would have been without that batch. Counters of the loop's own count
+every batch that is yielded.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Guard:
         finally:  # also when the loop breaks out of a comparison
             self._restore(to)
             checkpoints.rolled_back(to, self.host.steps_done())
-            self.host.new_errors()  # those of the comparison are part of the same story
+            self.host.new_errors()  # those of the undone steps are part of the same story
 
     def _guilty(self, alarm: Alarm) -> list[_Fed]:
         """The micro-batch that the finding names, else every one of its step."""
@@ -219,7 +220,7 @@ class Guard:
         if self.remedy is not None:
             sides.append(("with remedy", [*bad, *following], self.remedy))
         means: dict[str, float | None] = {}
-        self.host.pause(True)
+        self.host.begin_comparison()
         try:
             for side, batches, remedy in sides:
                 self._restore(to)
@@ -232,7 +233,7 @@ class Guard:
                 num = len(following) // len(guilty)
                 means[side] = _mean(self.host.losses(max(first, last - num) + 1, last))
         finally:
-            self.host.pause(False)
+            self.host.end_comparison()
         self._report(means, len(following) // len(guilty))
 
     def _report(self, means: Mapping[str, float | None], num_steps: int) -> None:

@@ -35,8 +35,12 @@ class Host(Protocol):
         """Losses of these steps, after a flush."""
         ...
 
-    def pause(self, is_paused: bool) -> None:
-        """Nothing follows an alarm while a comparison runs."""
+    def begin_comparison(self) -> None:
+        """The next steps are no part of the run: not counted, not recorded, not judged. Their numbers go on, for `losses`."""
+        ...
+
+    def end_comparison(self) -> None:
+        """The next step has the number that it would have had without the comparison."""
         ...
 
     def restarted(self) -> None:

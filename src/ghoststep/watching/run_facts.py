@@ -117,6 +117,8 @@ def _unseen(model: torch.nn.Module, names: Sequence[str], tables: Sequence[Table
         said["rows"] = "no embedding table trains"
     if any(isinstance(m, torch.nn.EmbeddingBag) for m in model.modules()):
         said["rows of bags"] = "nn.EmbeddingBag joins its rows before a gradient can be seen"
+        if not tables:
+            said["tables_norm"] = said["rows of bags"]
     if _parallelism(model) == "FSDP1":
         said["norms"] = "FSDP1 flattens parameters: norms are those of flat shards and their names say little"
     compiled = hasattr(model, "_orig_mod") or any(m._compiled_call_impl is not None for m in model.modules())

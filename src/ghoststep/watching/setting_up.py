@@ -11,11 +11,13 @@ from ghoststep.errors import UsageError
 from ghoststep.evidence.steps import RunFacts
 from ghoststep.remedies.clip_gradients import is_sharded
 from ghoststep.sinks import Sinks
+from ghoststep.text import counted
+from ghoststep.watching import given
 from ghoststep.watching.flushing import Flusher
 from ghoststep.watching.forensics import BatchKeeper
 from ghoststep.watching.guarded import Faults
 from ghoststep.watching.judge import Judge
-from ghoststep.watching.policy import Means, Policy, parse
+from ghoststep.watching.policy import ACTIONS, Means, Policy, parse
 from ghoststep.watching.recorder import Recorder
 from ghoststep.watching.spool import Spool
 from ghoststep.watching.state_saver import cannot_roll_back
@@ -46,13 +48,63 @@ class Wishes:
     flush_seconds: float = 5.0
     keep_batches_bytes: int = 64 << 20
 
-    def __post_init__(self) -> None:
-        if self.detail not in DETAILS:
-            raise UsageError(f"detail {self.detail!r} is unknown; expected one of {', '.join(DETAILS)}")
-        if self.flush_steps < 1 or not self.flush_seconds > 0:
-            raise UsageError(
-                f"got flush_steps={self.flush_steps}, flush_seconds={self.flush_seconds}; expected at least 1 and more than 0"
-            )
+
+def make_wishes(
+    *,
+    run_dir: Any = None,
+    policy: Any = None,
+    strict: Any = False,
+    sinks: Any = (),
+    detail: Any = "default",
+    tokenizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    saver: Any = None,
+    flush_steps: Any = 32,
+    flush_seconds: Any = 5.0,
+    keep_batches_bytes: Any = 64 << 20,
+) -> Wishes:
+    """What was given to `watch`, beside model and optimizer. `UsageError` for what cannot be used, whoever trains with it."""
+    if not isinstance(detail, str) or detail not in DETAILS:
+        raise UsageError(f"detail is {given.got(detail)}; expected one of {', '.join(DETAILS)}")
+    return Wishes(
+        run_dir=given.folder(run_dir), policy=given.policy(policy, ACTIONS), strict=given.yes_or_no("strict", strict),
+        sinks=given.sinks(sinks), detail=detail, tokenizer=given.helper("tokenizer", tokenizer),
+        scheduler=given.helper("scheduler", scheduler), scaler=given.helper("scaler", scaler), saver=given.helper("saver", saver),
+        flush_steps=given.whole("flush_steps", flush_steps, least=1), flush_seconds=given.seconds("flush_seconds", flush_seconds),
+        keep_batches_bytes=given.whole("keep_batches_bytes", keep_batches_bytes, least=0),
+    )  # fmt: skip
+
+
+def refuse_untrainable(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """`UsageError` where nothing trains, or where a shape is not known before the first batch."""
+    from torch.nn.parameter import is_lazy
+
+    if not parameters:
+        raise UsageError("nothing to watch: no parameter of the model has requires_grad=True")
+    if any(is_lazy(p) for p in parameters):
+        raise UsageError(
+            "parameters of the model have no shape yet (torch.nn.Lazy...): run one batch through it before the watch"
+        )
+
+
+def holds_none(model: torch.nn.Module, optimizers: Sequence[Any]) -> str:
+    """Why none of these optimizers can train the model; "" where one can, or where none was given."""
+    import torch
+
+    held = [p for o in optimizers for g in o.param_groups for p in g["params"] if isinstance(p, torch.Tensor)]
+    ours = {id(p): p for p in model.parameters()}
+    if not optimizers or any(id(p) in ours and p.requires_grad for p in held):
+        return ""
+    names = ", ".join(type(o).__qualname__ for o in optimizers)
+    frozen = sum(id(p) in ours for p in held)
+    said = f"; {frozen} are parameters of it that are frozen (requires_grad=False)" if frozen else ""
+    return (
+        f"the optimizer ({names}) holds {counted(len(held), 'tensor', 'tensors')}, and none of them is a trainable parameter of this "
+        f"{type(model).__qualname__}{said}. Its steps cannot train the model: build the optimizer after the model is in its final form "
+        "(after PEFT, a new head, .to_empty() or fully_shard). Where a library trains copies of its own (DeepSpeed, master weights), "
+        "leave the optimizer out: ghoststep.watch(model)"
+    )
 
 
 def make_flusher(

@@ -37,6 +37,7 @@ from ghoststep.run_folder import (
     segment_file,
 )
 from ghoststep.run_frames import CLOSED, EVENT, GAP, SEGMENT_BYTES, STEPS, FrameTooLargeError, encode_frame
+from ghoststep.text import error_text, visible
 from ghoststep.watching.spool_files import OPEN_FLAGS, hold_lock, replace_file, write_all, write_file
 
 logger = logging.getLogger("ghoststep.watch")
@@ -106,7 +107,7 @@ class Spool:
                 try:
                     self._append(EVENT, _Event(kind=kind, at=time.time(), payload=payload))
                 except (TypeError, ValueError, RecursionError) as error:  # what cannot be said must not end the record
-                    self._append(EVENT, _Event(kind=kind, at=time.time(), payload={"unwritable": str(error)[:200]}))
+                    self._append(EVENT, _Event(kind=kind, at=time.time(), payload={"unwritable": error_text(error, 200)}))
 
     def update(self, facts: RunFacts) -> None:
         """Replace the manifest, atomically. Tokens that are known already stay. Cost: writes it anew if anything changed."""
@@ -144,10 +145,10 @@ class Spool:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-        self.failed = f"{self.folder}: {why}"
+        why = visible(error.strerror) if isinstance(error, OSError) and error.strerror else error_text(error)
+        self.failed = f"{visible(str(self.folder))}: {why}"
         until = f"The steps up to {self.last_number} are kept" if self.last_number else "No step is recorded"
-        logger.warning("ghoststep stopped recording: %s. %s; training goes on without a record.", self.failed, until)
+        logger.warning("the record of this run stopped: %s. %s; training goes on without a record.", self.failed, until)
         with contextlib.suppress(Exception):  # a word in the record, if there is room for it
             if self._segment >= 0:
                 self._append(GAP, Gap(after=self.last_number, reason=f"recording stopped: {why}"))
@@ -235,7 +236,7 @@ class Spool:
         except OSError:
             raise
         except Exception as error:  # these steps cannot be said; the next ones perhaps can
-            why = f"steps {steps[0].number} to {steps[-1].number} could not be written: {type(error).__name__}: {error}"
+            why = f"steps {steps[0].number} to {steps[-1].number} could not be written: {error_text(error)}"
             self._append(GAP, Gap(after=self.last_number, reason=why[:500]))
         self.last_number = steps[-1].number
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ghoststep.errors import CannotLook, UsageError
-from ghoststep.run_folder import LOCK, read_bounded
+from ghoststep.run_folder import LOCK, read_bounded, refuse_while_loading
 
 logger = logging.getLogger("ghoststep.watch")
 
@@ -31,7 +31,9 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 def hold_lock(folder: Path) -> tuple[int, str]:
     """A descriptor that holds the lock of a rank's folder until it is closed, or its process ends in whatever way; and why it holds
-    nothing, "" if it does (a file system without locks: logged). `UsageError` when another process holds it."""
+    nothing, "" if it does (a file system without locks: logged). `UsageError` when another process holds it, or when it is a setup's
+    file that trains while it is loaded."""
+    refuse_while_loading(folder)
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o666)
     try:

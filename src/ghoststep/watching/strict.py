@@ -166,7 +166,8 @@ class StrictStep:
         self._had_own = "step" in vars(optimizer)
         self._inner = optimizer.step
         self._set()
-        register = getattr(optimizer, "register_step_pre_hook", None)
+        has_hooks = hasattr(optimizer, "_optimizer_step_pre_hooks")  # not if its class never called that of torch's Optimizer
+        register = getattr(optimizer, "register_step_pre_hook", None) if has_hooks else None
         self._handle = None if register is None else register(self._begins)
 
     def _set(self) -> None:

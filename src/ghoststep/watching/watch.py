@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 from ghoststep.errors import UsageError
 from ghoststep.finding import Report
 from ghoststep.remedies import clip_events
-from ghoststep.watching import patches
+from ghoststep.watching import given, patches
 from ghoststep.watching.building import StepBuilder
 from ghoststep.watching.guarding import make_guard
 from ghoststep.watching.listening import Listening
 from ghoststep.watching.measure import TensorNorms, WeightSample
+from ghoststep.watching.newcomers import Newcomers
 from ghoststep.watching.reporting import report
 from ghoststep.watching.ring import Ring
 from ghoststep.watching.run_facts import optimizer_groups, run_facts
 from ghoststep.watching.seams import ModelSeams
-from ghoststep.watching.setting_up import Wishes, make_flusher
+from ghoststep.watching.setting_up import Wishes, holds_none, make_flusher, make_wishes
+from ghoststep.watching.unstarted import Unstarted
+from ghoststep.watching.users_line import users_line
 
 if TYPE_CHECKING:
     import torch
@@ -30,15 +33,30 @@ if TYPE_CHECKING:
 
 
 class Watch(Listening):
-    """One model's training, watched. Made by `watch`; a context manager, or `start()` and `close()`."""
+    """One model's training, watched. Made by `watch`; a context manager, or `start()` and `close()`.
 
+    refuses_others: a start with optimizers of which none holds a trainable parameter of the model is refused (`UsageError`); False,
+    for integrations whose library may train copies of its own: it is a `GhoststepWarning`, and what cannot be seen is unknown.
+    """
+
+    refuses_others = True
     _guard: Guard | None = None
+
+    def __init__(self, model: torch.nn.Module, optimizers: Sequence[Any], wishes: Wishes) -> None:
+        super().__init__(model, optimizers, wishes)
+        self._unstarted = Unstarted(self)
 
     def start(self) -> Watch:
         """Set the hooks. Refuses at once what cannot work (`UsageError`); after that nothing of ours raises into training, but a
         policy that the user asked for."""
         if self._flusher is not None:
             raise UsageError("this watch was started before; make another one")
+        self._unstarted.is_over()
+        self._look_at_parameters()
+        if why := holds_none(self.model, self.optimizers):
+            if self.refuses_others:
+                raise UsageError(why)
+            users_line().warn_or_log(f"{why}. Meanwhile every check of the optimizer's steps is unknown")
         device = self._parameters[0].device
         sample = WeightSample(self._parameters)
         seams = ModelSeams(self.model, self.faults, self._began_forward, self._looked_up)
@@ -53,6 +71,7 @@ class Watch(Listening):
             self._builder = StepBuilder(
                 TensorNorms(self._parameters, device), sample, seams.tables, self._ring, first_number=first
             )
+            self._newcomers = Newcomers(self.model, self._parameters, is_swapping="FSDP" in facts.parallelism)
             self._seams = seams
             self._strict = [s for o in self.optimizers if (s := self._strict_for(o)) is not None]
             if self._strict:
@@ -69,6 +88,7 @@ class Watch(Listening):
 
     def close(self) -> None:
         """Finish: flush, judge, say goodbye to files and sinks, take every hook away. May be called twice."""
+        self._unstarted.tell()
         if self._seams is None or self._flusher is None:
             return
         patches.leave(self)
@@ -113,17 +133,18 @@ class Watch(Listening):
     @property
     def should_stop(self) -> bool:
         """True once a policy "stop" met an alarm: the loop should end."""
-        return self._flusher is not None and self._flusher.policy.should_stop
+        return self.flusher.policy.should_stop
 
     def step(self, loss: Any = None, batch: Any = None) -> None:
         """Optional, once an iteration: a safe point where a policy "raise" raises.
 
-        batch: what was fed, if the model's own arguments do not show it (kept for an alarm of this step). loss: ignored where a
-        backward showed it.
+        batch: what was fed, in the form of a setup's batch, if the model's own arguments do not show it (kept for an alarm of this
+        step). loss: not read; a step's loss is what `backward` was called on.
         """
+        flusher = self.flusher
         if batch is not None:
-            self.faults.guarded("batch", self._keep_batch)(batch)
-        self.flusher.policy.raise_pending()
+            self.faults.guarded("batch", self._keep_batch)(batch, by_loop=True)
+        flusher.policy.raise_pending()
 
     def guard(self, loader: Any, **settings: int) -> Iterator[Any]:
         """`for batch in w.guard(loader):`, which policy "rollback" needs: see the guide on watching. Once a pass over the data.
@@ -139,7 +160,7 @@ class Watch(Listening):
     def flush(self) -> None:
         """Record and judge everything up to the last finished step, now. Waits for the device once."""
         with self._lock:
-            self.faults.guarded("flush", self._flush)(wait=True)
+            self.flusher.faults.guarded("flush", self._flush)(wait=True)
 
     def report(self) -> Report:
         """Every check's verdict about the run so far."""
@@ -192,14 +213,11 @@ def watch(
     a broken verdict.
 
     Raises:
-        UsageError: something asked for cannot work here; it says what is missing.
+        UsageError: an argument that cannot be used, here; at the start, what cannot work, such as an optimizer that holds no
+            parameter of the model. It says what is missing.
     """
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    wishes = Wishes(
-        run_dir=None if run_dir is None else Path(run_dir), policy=policy, strict=strict,
-        sinks=(sinks,) if isinstance(sinks, str) else tuple(sinks),
-        detail=detail,
-        tokenizer=tokenizer, scheduler=scheduler, scaler=scaler, saver=saver, flush_steps=flush_steps, flush_seconds=flush_seconds,
-        keep_batches_bytes=keep_batches_bytes,
+    wishes = make_wishes(
+        run_dir=run_dir, policy=policy, strict=strict, sinks=sinks, detail=detail, tokenizer=tokenizer, scheduler=scheduler,
+        scaler=scaler, saver=saver, flush_steps=flush_steps, flush_seconds=flush_seconds, keep_batches_bytes=keep_batches_bytes,
     )  # fmt: skip
-    return Watch(model, optimizers, wishes)
+    return Watch(given.model(model), given.optimizers(optimizer), wishes)

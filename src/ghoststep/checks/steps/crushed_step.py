@@ -1,10 +1,13 @@
 """GS402."""
 
-from ghoststep.evidence.steps import RankRecord, RunRecord
+import math
+
+from ghoststep.evidence.steps import RankRecord, RunRecord, Step
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.lost_step import CRUSHED_TRUNK, LEAST_HISTORY, LOST_COEFFICIENT, OWNED, UNSEEN_TRUNK
 from ghoststep.parameter_text import counted
-from ghoststep.registry import Answer, Unknown, answer, check
+from ghoststep.registry import Answer, NotApplicable, Unknown, answer, check
+from ghoststep.step_comparison import not_compared
 from ghoststep.step_findings import (
     Place,
     Stretch,
@@ -12,11 +15,13 @@ from ghoststep.step_findings import (
     by_row,
     is_cut,
     is_sharded,
+    is_zeroed,
     looked_at,
     median,
     others_unseen,
     refusal,
     steps_at,
+    was_taken,
 )
 from ghoststep.step_texts import cost_text, place_text, place_where, row_text
 
@@ -56,6 +61,8 @@ def crushed_step(run: RunRecord) -> Answer:
     ## References
     Measured: Mamba-2, row norm 1e-12: norm 2.6e11; 5 stalled steps of 200.
     """
+    if reason := _nothing_to_crush(run):
+        return NotApplicable(reason=reason)
     refused = refusal(run, "norm_after", "trunk_norm", "trunk_norm_after", "norm", "tables_norm")
     if refused:
         return Unknown(reason=refused)
@@ -76,7 +83,36 @@ def crushed_step(run: RunRecord) -> Answer:
         elif key is None and (others_unseen(run) or not any(s.rows for _, s in steps_at(run, numbers[0]))):
             findings.append(_of_unseen_row(run, numbers))
     power = Power(quantity="clip coefficient of a step that one table row owns", smallest_detectable=LOST_COEFFICIENT)
-    return answer(findings, power=power, reason=looked_at(run))
+    left_out = not_compared(run, ("norm", "norm_after"), is_compared=_is_compared)
+    return answer(findings, power=power, reason=f"{looked_at(run)}{left_out.note}", undecided=left_out.undecided)
+
+
+def _nothing_to_crush(run: RunRecord) -> str:
+    """Why no row of an embedding table can take a step of this run from other parameters: its manifests show that no table trains, or
+    nothing else; "" if one may.
+
+    A manifest that was lost lists no parameter either, a table that no hook can see (nn.EmbeddingBag) is noted as unseen, and where
+    ranks are missing, they may hold another part of the model.
+    """
+    facts = [r.facts for r in run.ranks]
+    if not all(f.trainable and "rows of bags" not in f.unseen for f in facts):
+        return ""
+    if any(f.world_size > len(run.ranks) and not f.parallelism for f in facts):
+        return ""
+    steps = [s for r in run.ranks for s in r.steps]
+    tables = {t.name: t for f in facts for t in f.tables}
+    if not any(t.is_trainable for t in tables.values()) and not any(s.tables_norm is not None or s.rows for s in steps):
+        return f"the model has no embedding table{' that trains' if tables else ''}"
+    if all(name in tables for f in facts for name in f.trainable) and not any(s.trunk_norm is not None for s in steps):
+        return "nothing but embedding tables trains: no other gradient is there to be crushed"
+    return ""
+
+
+def _is_compared(step: Step) -> bool:
+    """Its norms tell whether a clip crushed it, or there was no such clip; a zeroed step is one that zeroed-step tells."""
+    if not was_taken(step) or step.clip_action or is_zeroed(step):
+        return True
+    return all(x is not None and math.isfinite(x) for x in (step.norm, step.norm_after))
 
 
 def _crushed(run: RunRecord, record: RankRecord, stretch: Stretch, i: int) -> bool | None:

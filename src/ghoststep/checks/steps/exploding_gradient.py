@@ -6,6 +6,7 @@ from ghoststep.evidence.steps import RankRecord, RunRecord, Step, StepOutcome, T
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.parameter_text import counted
 from ghoststep.registry import Answer, Unknown, answer, check
+from ghoststep.step_comparison import not_compared
 from ghoststep.step_findings import Stretch, all_stretches, is_cut, is_nan_clipped, is_zeroed, looked_at, median, owner, refusal
 
 LEAST_HISTORY = 20
@@ -54,7 +55,8 @@ def exploding_gradient(run: RunRecord) -> Answer:
         if marked:
             findings += _exploding(run, record, stretch, marked)
     power = Power(quantity="factor over the parameter's own median", smallest_detectable=AT_ONCE)
-    return answer(findings, power=power, reason=looked_at(run))
+    left_out = not_compared(run, ("norm",))
+    return answer(findings, power=power, reason=f"{looked_at(run)}{left_out.note}", undecided=left_out.undecided)
 
 
 def _exploding(run: RunRecord, record: RankRecord, stretch: Stretch, marked: list[int]) -> list[Finding]:

@@ -9,6 +9,7 @@ from ghoststep.evidence.steps import RankRecord, RunRecord, Step, StepOutcome
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.parameter_text import counted
 from ghoststep.registry import Answer, Unknown, answer, check
+from ghoststep.step_comparison import not_compared
 from ghoststep.step_findings import Stretch, all_stretches, long_runs, looked_at, refusal
 
 IN_A_ROW = 50
@@ -52,7 +53,9 @@ def flat_loss(run: RunRecord) -> Answer:
     for record, stretch in all_stretches(run):
         findings += _flat(record, stretch)
     power = Power(quantity="steps in a row with the very same loss", smallest_detectable=IN_A_ROW, unit="steps")
-    return answer(findings, power=power, reason=f"{looked_at(run)}; a loss that is flat without being the same is not judged")
+    left_out = not_compared(run, ("loss", "moved"))
+    reason = f"{looked_at(run)}{left_out.note}; a loss that is flat without being the same is not judged"
+    return answer(findings, power=power, reason=reason, undecided=left_out.undecided)
 
 
 def _flat(record: RankRecord, stretch: Stretch) -> list[Finding]:

@@ -2,11 +2,12 @@
 
 import math
 
-from ghoststep.evidence.steps import RunRecord, Step, StepOutcome
+from ghoststep.evidence.steps import RankRecord, RunRecord, Step, StepOutcome
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.parameter_text import counted
 from ghoststep.registry import Answer, Unknown, answer, check
-from ghoststep.step_findings import looked_at, refusal
+from ghoststep.step_comparison import not_compared
+from ghoststep.step_findings import is_sharded, looked_at, others_unseen, refusal
 
 MANY = 20
 """Steps with a NaN loss from which this is no accident, though each was skipped or left the weights as they were."""
@@ -17,13 +18,15 @@ def hidden_nan_loss(run: RunRecord) -> Answer:
     """The loss of training steps is NaN or infinite, whatever the log says.
 
     ## What it finds
-    Steps whose loss is NaN or infinite: the first, and how many. An infinite loss under a loss scaler that skipped the step is
-    the scaler's own business.
+    Steps whose loss is NaN or infinite: the first, and how many, and whether the optimizer was given gradients that are not finite.
+    What is seen under a loss scaler is the loss times its scale. Where that is infinite at a scale above 1 and the scaler skipped the
+    step, or every gradient was finite, the loss itself may be an ordinary number: such steps are only counted.
 
     ## Why it matters
-    As a rule its gradients are NaN and the step writes them into the weights; where they stayed finite (torch's cross-entropy over a
-    batch in which every label is ignored) only the batch is lost: a warning. A trainer may show nothing: transformers replaces a
-    NaN loss in its log by the running mean (`logging_nan_inf_filter`), which reads 0.0 from then on.
+    As a rule its gradients are NaN and the step writes them into the weights. Where none that the optimizer was given was NaN or
+    infinite (torch's cross-entropy over a batch in which every label is ignored) this is a warning: the batch teaches nothing, while
+    momentum and decay move the weights on. A trainer may show nothing: transformers replaces a NaN loss in its log by the running mean
+    (`logging_nan_inf_filter`), which reads 0.0 from then on.
 
     ## When it is not a problem
     Never for a step that is taken. A cause that is found by itself (nan-by-infinite-clip, nonfinite-gradient) takes this finding
@@ -45,44 +48,103 @@ def hidden_nan_loss(run: RunRecord) -> Answer:
     refused = refusal(run, "loss")
     if refused:
         return Unknown(reason=refused)
-    bad = [(s.number, r.facts.rank, s) for r in run.ranks for s in r.steps if s.loss is not None and _is_bad(s)]
-    findings = []
-    if bad:
-        number, rank, step = min(bad, key=lambda b: b[:2])
-        ranks = sorted({r for _, r, _ in bad})
-        numbers = {n for n, _, _ in bad}
-        taken = any(s.outcome is StepOutcome.STEPPED for _, _, s in bad)
-        spread = f" on {counted(len(ranks), 'rank')}" if len(run.ranks) > 1 else ""
-        written = any(s.outcome is StepOutcome.STEPPED and _may_be_written(s) for _, _, s in bad)
-        again = f" and in {counted(len(numbers), 'step')} in all" if len(numbers) > 1 or spread else ""
-        if written:
-            then = "its gradients are not numbers, and the step writes them into the weights"
-        else:
-            then = "its gradients were finite, so that the weights were spared" if taken else "each was skipped"
-        findings.append(
-            Finding(
-                message=f"the loss is {_value(step)} in step {number}{again}{spread}: {then}. "
-                "A log may show 0.0 for it (transformers' logging_nan_inf_filter). Go back to a checkpoint from before step "
-                f"{number} and look at that batch: nothing supervised, everything hidden, an overflow, a division by zero.",
-                where=Where(step=number, rank=rank),
-                measured=Quantity(value=len(numbers), unit="steps with a loss that is not finite"),
-                expected=Quantity(value=0, unit="steps with a loss that is not finite"),
-                severity=Severity.ERROR if written or len(numbers) >= MANY else Severity.WARNING,
-            )
-        )
+    bad, num_hidden = [], 0
+    for record in run.ranks:
+        for step in record.steps:
+            if step.loss is None or step.loss - step.loss == 0:
+                continue
+            if _may_be_the_scale(step):
+                num_hidden += 1
+            else:
+                bad.append((record, step))
+    findings = [_finding(run, bad)] if bad else []
     power = Power(quantity="steps with a loss that is not finite", smallest_detectable=1, unit="steps")
-    return answer(findings, power=power, reason=looked_at(run))
+    if not num_hidden:
+        return answer(findings, power=power, reason=looked_at(run))
+    left_out = not_compared(run, ("loss",), is_compared=lambda s: not _may_be_the_scale(s))
+    return answer(findings, power=power, reason=f"{looked_at(run)}{left_out.note}", undecided=left_out.undecided)
 
 
-def _is_bad(step: Step) -> bool:
-    loss = step.loss
-    if loss is None or loss - loss == 0:
+def _may_be_the_scale(step: Step) -> bool:
+    """The loss times its scale overflowed: a loss of 2 in fp16 does so at 65536. Nothing recorded tells whether the loss itself had."""
+    loss, scale = step.loss, step.scale
+    if loss is None or not math.isinf(loss):
+        return False  # inf - inf of two micro-batches is NaN too, but so is a micro-batch without a label, which must be told
+    if step.outcome is StepOutcome.SKIPPED_BY_SCALER:
+        return scale is None or scale > 1
+    return scale is not None and scale > 1 and not step.num_nonfinite_before and not step.num_nonfinite_after
+
+
+def _finding(run: RunRecord, bad: list[tuple[RankRecord, Step]]) -> Finding:
+    record, step = min(bad, key=lambda pair: (pair[1].number, pair[0].facts.rank))
+    ranks = {r.facts.rank for r, _ in bad}
+    numbers = {s.number for _, s in bad}
+    spread = f" on {counted(len(ranks), 'rank')}" if len(run.ranks) > 1 else ""
+    again = f" and in {counted(len(numbers), 'step')} in all" if len(numbers) > 1 or spread else ""
+    harm = _harm(run, bad)
+    place = f"Go back to a checkpoint from before step {step.number} and look" if harm else "Look"
+    return Finding(
+        message=f"the loss is {_value(step)} in step {step.number}{again}{spread}: {harm or _no_harm(bad)}. "
+        f"A log may show 0.0 for it (transformers' logging_nan_inf_filter). {place} at the batch of step {step.number}: nothing "
+        "supervised, everything hidden, an overflow, a division by zero.",
+        where=Where(step=step.number, rank=record.facts.rank),
+        measured=Quantity(value=len(numbers), unit="steps with a loss that is not finite"),
+        expected=Quantity(value=0, unit="steps with a loss that is not finite"),
+        severity=Severity.ERROR if harm or len(numbers) >= MANY else Severity.WARNING,
+    )
+
+
+def _harm(run: RunRecord, bad: list[tuple[RankRecord, Step]]) -> str:
+    """What the optimizer was given that is not finite, or that this was not seen; "" if it was seen and finite."""
+    taken = [(r, s) for r, s in bad if s.outcome is StepOutcome.STEPPED]
+    given = [(r, s) for r, s in taken if s.num_nonfinite_after]
+    if given:
+        record, step = min(given, key=lambda pair: pair[1].number)
+        last = record.steps[-1]
+        if last.number == step.number or last.loss is None:
+            since = ""
+        elif math.isfinite(last.loss):
+            since = f"; the loss is a number again in step {last.number}"
+        else:
+            since = f"; it still is {_value(last)} in step {last.number}"
+        tensors = counted(step.num_gradients, "gradient tensor")
+        return (
+            f"the optimizer stepped on NaN or infinity in {step.num_nonfinite_after} of {tensors} in step {step.number}{since}"
+        )
+    if any(not _is_seen(run, r, s) for r, s in taken):
+        return "whether the optimizer was given numbers is not seen here, and gradients of such a loss are none as a rule"
+    return ""
+
+
+def _is_seen(run: RunRecord, record: RankRecord, step: Step) -> bool:
+    """Every gradient of this step, at the latest when the optimizer stepped, was looked at here and none was NaN or infinite."""
+    if is_sharded(record) and others_unseen(run):
         return False
-    return math.isnan(loss) or step.outcome is not StepOutcome.SKIPPED_BY_SCALER
+    return step.norm_after is not None or (step.norm is not None and not step.num_nonfinite_before)
 
 
-def _may_be_written(step: Step) -> bool:
-    return step.norm is None or not math.isfinite(step.norm) or step.num_nonfinite_before > 0 or step.num_nonfinite_after > 0
+def _no_harm(bad: list[tuple[RankRecord, Step]]) -> str:
+    taken = [s for _, s in bad if s.outcome is StepOutcome.STEPPED]
+    if not taken:
+        by_scaler = any(s.outcome is StepOutcome.SKIPPED_BY_SCALER for _, s in bad)
+        which = "it" if len(bad) == 1 else "each of them"
+        return f"{'the loss scaler' if by_scaler else 'ghoststep'} skipped {which}, and nothing was written into the weights"
+    is_zero = all(0 < s.num_gradients == s.num_zero_after for s in taken)
+    what = (
+        "every gradient that the optimizer was given was exactly zero"
+        if is_zero
+        else "the optimizer was given finite gradients"
+    )
+    if len(taken) < len(bad):
+        what = f"skipped in {counted(len(bad) - len(taken), 'step')} of them; in the others {what}"
+    moved = [s.moved for s in taken if s.moved is not None and math.isfinite(s.moved)]
+    if not moved:
+        return what
+    if max(moved) == 0:
+        return f"{what}, and the weights stood still"
+    by = " (momentum and decay go on without a gradient)" if is_zero else ""
+    how = "the step moved the weights by" if len(taken) == 1 else "such a step moved the weights by up to"
+    return f"{what}; {how} {max(moved):.2g} of their norm{by}"
 
 
 def _value(step: Step) -> str:

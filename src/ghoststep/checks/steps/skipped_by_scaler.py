@@ -3,7 +3,7 @@
 import math
 
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.steps import RunRecord, StepOutcome
+from ghoststep.evidence.steps import RunRecord, StepOutcome, StepRow
 from ghoststep.evidence.training import Gradient, LiveWiring, StepProbe
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.parameter_text import counted
@@ -160,9 +160,14 @@ def _often(stretch: Stretch, places: list[int]) -> tuple[int, int, str] | None:
     return None
 
 
+def _size(row: StepRow) -> float:
+    return math.inf if math.isnan(row.gradient_norm) else row.gradient_norm
+
+
 def _of_stretch(run: RunRecord, stretch: Stretch, rank: int, number: int, count: int, why: str) -> Finding:
     skips = [s for s in stretch.steps if s.outcome is StepOutcome.SKIPPED_BY_SCALER]
-    heads = [max(s.rows, key=lambda r: r.gradient_norm).token_id for s in skips if s.rows]
+    # Where no kept place is finite, which ones were kept is chance (a NaN counts as largest): no token is to blame.
+    heads = [max(s.rows, key=_size).token_id for s in skips if any(math.isfinite(r.gradient_norm) for r in s.rows)]
     common = max(set(heads), key=heads.count) if heads else None
     who, token_id = "", None
     if common is not None and len(skips) >= 4 and heads.count(common) >= 0.8 * len(skips):

@@ -1,24 +1,16 @@
 """GS406."""
 
 import math
-from collections.abc import Sequence
 
 from ghoststep.evidence.base import Missing
-from ghoststep.evidence.steps import RunRecord, Step, StepOutcome
+from ghoststep.evidence.steps import RunRecord
 from ghoststep.evidence.training import LiveWiring, ParameterSteps, StepProbe
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.parameter_text import counted, listed
 from ghoststep.registry import Answer, Unknown, answer, check
-from ghoststep.step_findings import NO_RUN, all_stretches, long_runs, looked_at, of_either, refusal
+from ghoststep.step_findings import NO_RUN, of_either
+from ghoststep.unchanged_run import of_run
 
-STILL_STEPS = 20
-"""Steps in a row without any change from which the weights of a run stand still."""
-IDLE_STEPS = 50
-"""Steps in a row at a learning rate of 0: a warm-up takes one of them, a loop that runs a little past its schedule a few."""
-FULL_RATE = 0.1
-"""Of the largest learning rate seen: below it (warm-up, the end of a decay) updates may vanish in a healthy run."""
-LEAST_NORM = 1e-6
-"""Gradient norm under which a converged run has nothing left to change."""
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
 
@@ -37,7 +29,11 @@ def unchanged_weights(
     Of a setup, after a few real steps on real batches: no step was taken at all; a learning rate of 0 that no schedule ever raises; or
     elements with a gradient whose value did not change, because the update is smaller than half the spacing of the numbers
     around the weight (bf16 at a small learning rate). Of a run: 20 steps in a row, with gradients and a learning rate above 0,
-    after which not one weight of the watch's sample is another; or 50 steps in a row at a learning rate of 0 in every group.
+    after which not one weight of the watch's sample is another; 50 steps in a row at a learning rate of 0 in every group, or
+    64 with gradients as large as ever that moved the sample by less than 6e-8 of its norm (clipped to nearly nothing); in a
+    window of 64 steps near the full learning rate, elements of 16-bit weights that had a gradient in each of them and one and
+    the same value all the while (torch's own optimizers); or 20 steps and more, from the first one on, in which not one
+    parameter had a gradient.
 
     ## Why it matters
     The loss is flat, or only a few parameters learn; nothing raises.
@@ -55,13 +51,14 @@ def unchanged_weights(
     rounding; set the learning rate.
 
     ## Options
-    `lost_fraction`: share of the elements with a gradient that did not change, from which this is a warning (0.5).
+    `lost_fraction`: share of the elements with a gradient that did not change, from which this is a warning (0.5). Of a run:
+    of its 16-bit elements.
     `error_fraction`: from which it is an error (0.9).
 
     ## References
     Spacing of bf16 around 0.02: 1.2e-4, so that updates below 6e-5 are lost.
     """
-    about_run = run if isinstance(run, Missing) else lambda: _of_run(run)
+    about_run = run if isinstance(run, Missing) else lambda: of_run(run, lost_fraction, error_fraction)
     if isinstance(wiring, Missing):
         return of_either(wiring, about_run)
     about_setup = probe if isinstance(probe, Missing) else lambda: _of_setup(wiring, probe, lost_fraction, error_fraction)
@@ -188,74 +185,3 @@ def _spacing(p: ParameterSteps) -> float:
     if p.typical_value <= 0 or not math.isfinite(p.typical_value):
         return 0.0
     return float(2.0 ** (math.floor(math.log2(p.typical_value)) - _MANTISSA_BITS.get(p.dtype, 23)))
-
-
-def _of_run(run: RunRecord) -> Answer:
-    refused = refusal(run, "moved", "norm", "lrs", at_least=STILL_STEPS)
-    if refused:
-        return Unknown(reason=refused)
-    steps = [s for r in run.ranks for s in r.steps]
-    if all(s.norm == 0.0 for s in steps):
-        number = counted(len({s.number for s in steps}), "step")
-        return Unknown(reason=f"every gradient was exactly zero in {number}, before any clipping: nothing was to change")
-    for record, stretch in all_stretches(run):
-        base = max((g.initial_lr or g.lr for g in record.facts.groups), default=0.0)
-        flags = [s.moved == 0.0 and _had_to_move(s, base) for s in stretch.steps]
-        for start, stop in long_runs(stretch, flags, STILL_STEPS):
-            most = max((max(s.lrs, default=0.0) for s in stretch.history(start)), default=0.0)
-            if max(stretch.steps[start].lrs, default=0.0) >= FULL_RATE * most:
-                return answer([_still(stretch.steps[start:stop], record.facts.num_sampled, record.facts.rank)])
-        for start, stop in long_runs(stretch, [_has_no_rate(s) for s in stretch.steps], IDLE_STEPS):
-            return answer([_idle(stretch.steps[start:stop], record.facts.rank)])
-    power = Power(quantity="steps in a row without any change", smallest_detectable=STILL_STEPS, unit="steps")
-    return answer((), power=power, reason=looked_at(run))
-
-
-def _has_no_rate(step: Step) -> bool:
-    """A step with gradients at a learning rate of exactly 0 in every group."""
-    return step.outcome is StepOutcome.STEPPED and bool(step.norm) and bool(step.lrs) and not any(step.lrs)
-
-
-def _idle(steps: Sequence[Step], rank: int) -> Finding:
-    return Finding(
-        message=f"the learning rate of every group was exactly 0 in {counted(len(steps), 'step')} in a row, from step "
-        f"{steps[0].number} on: gradients were computed and nothing was learnt from them. If the schedule had ended, training should "
-        "have too; if not, look at the number of steps it was built for, and whether a warm-up ever leaves 0.",
-        where=Where(step=steps[0].number, rank=rank),
-        measured=Quantity(value=len(steps), unit="steps at a learning rate of 0"),
-        severity=Severity.WARNING,
-    )
-
-
-def _had_to_move(step: Step, base: float) -> bool:
-    """A step with a gradient outside the tables (a sample may miss the few rows of a table that train) and a full learning rate."""
-    norm = step.norm_after if step.norm_after is not None else step.norm
-    return (
-        step.outcome is StepOutcome.STEPPED
-        and norm is not None
-        and LEAST_NORM < norm < math.inf
-        and bool(step.trunk_norm)
-        and min(step.lrs, default=0.0) > 0
-        and max(step.lrs) >= FULL_RATE * base
-    )
-
-
-def _still(steps: Sequence[Step], num_sampled: int, rank: int) -> Finding:
-    first = steps[0]
-    if all(s.norm_after is None for s in steps):  # no tensor had a gradient any more: `zero_grad` sets them to None
-        cause = "every gradient was gone when the optimizer stepped. Call zero_grad before backward or after step, not between."
-        remedy = "zero_grad before backward or after step"
-    else:
-        cause = (
-            "the updates are lost to rounding (bf16 weights at a small learning rate), or the optimizer steps other tensors than the "
-            "model's. Keep the weights in float32 and use autocast; build the optimizer after the model is in place."
-        )
-        remedy = "fp32 master weights"
-    return Finding(
-        message=f"not one of {num_sampled or 'the'} sampled weights changed in {counted(len(steps), 'step')} in a row, from step "
-        f"{first.number} on, although gradients arrived (norm {first.norm or 0:.3g}) at a learning rate of {max(first.lrs):.3g}: "
-        f"{cause}",
-        where=Where(step=first.number, rank=rank),
-        measured=Quantity(value=0.0, unit="change over norm"),
-        remedy=remedy,
-    )

@@ -3,6 +3,7 @@
 from ghoststep.evidence.steps import RankRecord, RunRecord, StepOutcome, TensorOutlier
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.registry import Answer, Unknown, answer, check
+from ghoststep.step_comparison import not_compared
 from ghoststep.step_findings import Stretch, all_stretches, looked_at, median, refusal
 
 LEAST_HISTORY = 20
@@ -51,7 +52,8 @@ def vanishing_gradient(run: RunRecord) -> Answer:
         if marked:
             findings += _vanishing(record, stretch, marked)
     power = Power(quantity="gradient norm over its own median", smallest_detectable=VANISHED)
-    return answer(findings, power=power, reason=looked_at(run))
+    left_out = not_compared(run, ("norm",))
+    return answer(findings, power=power, reason=f"{looked_at(run)}{left_out.note}", undecided=left_out.undecided)
 
 
 def _vanishing(record: RankRecord, stretch: Stretch, marked: list[int]) -> list[Finding]:

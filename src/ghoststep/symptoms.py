@@ -64,6 +64,14 @@ SYMPTOMS: tuple[SymptomEntry, ...] = (
         command="ghoststep run -- train.py",
     ),
     SymptomEntry(
+        title="training on several GPUs is no better than on one, or the weights of the ranks differ",
+        keywords=("ddp", "distributeddataparallel", "ranks differ", "several gpus", "multi-gpu", "more gpus", "out of sync"),
+        suspects=("ranks-apart",),
+        meaning="Gradients are reduced only after a forward of the wrapper: a loop that calls the model inside it trains one model a "
+        "rank. The record of a watched run holds the gradient norms of every rank.",
+        command="ghoststep run -- train.py",
+    ),
+    SymptomEntry(
         title="the model never stops talking",
         keywords=("never stops", "stop talking", "does not stop", "endless", "no eos", "keeps generating", "runs on"),
         suspects=("unsupervised-stop-token", "padding-in-loss", "special-token-disagreement", "dead-template-rows"),
@@ -81,6 +89,7 @@ SYMPTOMS: tuple[SymptomEntry, ...] = (
             "unshifted-labels",
             "uneven-token-weight",
             "unchanged-weights",
+            "untrained-parameters",
         ),
         meaning="Padding takes part in attention or in the loss, or labels are shifted wrongly.",
         command="ghoststep check path.py:setup",

@@ -27,6 +27,8 @@ LEAST_MOVED = 6e-8
 """Change over norm below which float32 weights of the usual size keep nothing of an update: half the spacing of its numbers."""
 NOT_CONVERGED = 1 / 30
 """Of the largest gradient norm so far: under it a run may have nothing left to learn."""
+OVER_STEPS = 128
+"""Steps of a run from which a learning rate that is spent in most of them is no end of a schedule."""
 WINDOW = 64
 """Steps that a value of `Step.stuck` is about; and steps in a row that moved next to nothing, so that both are known together."""
 ABSENT_STEPS = 20
@@ -58,8 +60,10 @@ def of_run(run: RunRecord, lost_fraction: float, error_fraction: float) -> Answe
             return answer([_idle(stretch.steps[start:stop], record.facts.rank)])
         lost += _lost_updates(stretch, base, lost_fraction, error_fraction, record.facts.rank)
         if not lost and "stuck" not in record.facts.unseen:  # random rounding moves seldom and far
-            for start, stop in long_runs(stretch, _hardly_moving(stretch, base), WINDOW):
-                lost.append(_hardly(stretch.steps[start:stop], record.facts.rank))
+            over = _rate_is_over(stretch)
+            still = [] if over else long_runs(stretch, _hardly_moving(stretch, base), WINDOW)
+            lost += [_over(stretch.steps, over, record.facts.rank)] if over else []
+            lost += [_hardly(stretch.steps[start:stop], record.facts.rank) for start, stop in still]
     if lost:
         return answer([next((f for f in lost if f.severity is Severity.ERROR), lost[0])])
     power = Power(quantity="steps in a row without any change", smallest_detectable=STILL_STEPS, unit="steps")
@@ -172,6 +176,39 @@ def _idle(steps: Sequence[Step], rank: int) -> Finding:
         "have too; if not, look at the number of steps it was built for, and whether a warm-up ever leaves 0.",
         where=Where(step=steps[0].number, rank=rank),
         measured=Quantity(value=len(steps), unit="steps at a learning rate of 0"),
+        severity=Severity.WARNING,
+    )
+
+
+def _rate_is_over(stretch: Stretch) -> list[int]:
+    """Places of the steps whose gradients were as large as ever and that moved next to nothing, where that is most of a run from its
+    beginning on, and the learning rate does not rise any more: a schedule that ended long before. The last steps of any schedule look
+    the same, and are few."""
+    if not stretch.is_whole or len(stretch.steps) < OVER_STEPS:
+        return []
+    largest, found = 0.0, []
+    for i, s in enumerate(stretch.steps):
+        norm = s.norm if s.norm is not None and math.isfinite(s.norm) else 0.0
+        largest = max(largest, norm)
+        is_pushed = s.outcome is StepOutcome.STEPPED and bool(s.trunk_norm) and norm > max(LEAST_NORM, NOT_CONVERGED * largest)
+        if is_pushed and s.moved is not None and s.moved <= LEAST_MOVED and min(s.lrs, default=0.0) > 0:
+            found.append(i)
+    if 2 * len(found) <= len(stretch.steps) or max(stretch.steps[found[-1]].lrs) > max(stretch.steps[found[0]].lrs):
+        return []
+    return found
+
+
+def _over(steps: Sequence[Step], places: Sequence[int], rank: int) -> Finding:
+    first, last = steps[places[0]], steps[places[-1]]
+    moved = max(steps[i].moved or 0.0 for i in places)
+    return Finding(
+        message=f"the weights moved by at most {moved:.1g} of their norm a step in {len(places)} of {counted(len(steps), 'step')}, "
+        f"from step {first.number} on, less than float32 numbers can hold ({LEAST_MOVED:g}), although gradients arrived (norm "
+        f"{last.norm or 0:.3g}): the learning rate is {max(last.lrs):.2g} by step {last.number} and does not rise. Look at the number "
+        "of steps that the schedule was built for, how often it is stepped, and where a resumed one goes on.",
+        where=Where(step=first.number, rank=rank),
+        measured=Quantity(value=moved, unit="change over norm"),
+        expected=Quantity(value=LEAST_MOVED, unit="change over norm, at least"),
         severity=Severity.WARNING,
     )
 

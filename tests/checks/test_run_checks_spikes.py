@@ -231,6 +231,22 @@ class TestEmpty:
         assert [f.where.step for f in both] == [6, 9]
         assert "not one parameter had a gradient in 2 steps of 60 (steps 9, 11)" in both[1].message
 
+    def test_gradients_that_arrived_are_more_than_a_note_where_they_are_many(self) -> None:
+        lost = [empty(n, loss=2.0, rows=(row(gradient_norm=0.05),)) for n in range(1, 100, 2)]
+        for count, severity in ((7, None), (9, None), (10, Severity.WARNING), (49, Severity.WARNING), (50, Severity.ERROR)):
+            (one,) = found(empty_step(run(put(healthy(100), *lost[:count]))))
+            assert one.severity is severity, count
+
+    def test_backwards_that_no_step_used(self) -> None:
+        steps = healthy(60)
+        one = self.note(run(put(steps, replace(steps[6], num_dropped=1), replace(steps[8], num_dropped=3))))
+        assert (
+            "the gradients of 4 backwards were set to None before any step used them (before steps 7, 9; 60 steps"
+            in one.message
+        )
+        assert found(empty_step(run(every(steps, num_dropped=3))))
+        assert is_clear(empty_step(run(every(steps, num_dropped=1)))), "sharpness-aware"
+
     def test_many_in_a_row_are_a_warning(self) -> None:
         steps = put(healthy(200), *(empty(n) for n in range(62, 126)))
         note, warning = found(empty_step(run(steps)))

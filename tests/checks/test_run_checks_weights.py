@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -172,6 +173,27 @@ class TestHardlyMoving:
     def test_a_warm_up_is_known_by_the_base_rate(self) -> None:
         slow = every(healthy(80), moved=1e-9, lrs=(1e-9,))
         assert is_clear(self.of(slow, groups=(group(3, lr=1e-9, initial_lr=1e-3),)))
+
+    def test_a_schedule_that_is_over(self) -> None:
+        base = (group(3, lr=1e-3, initial_lr=1e-3),)
+        decayed = [replace(s, lrs=(1e-3 * 0.5**s.number,), moved=1e-4 * 0.5**s.number) for s in healthy(160)]
+        (one,) = found(self.of(decayed, groups=base))
+        assert (one.where.step, one.severity) == (11, Severity.WARNING)
+        assert "in 150 of 160 steps, from step 11 on" in one.message
+        assert is_clear(self.of(decayed[:127], groups=base))
+        assert is_clear(self.of(decayed[20:], groups=base)), "where it began is not known"
+
+    def test_the_end_of_a_schedule_and_a_warm_up(self) -> None:
+        count = 400
+        cosine = [
+            replace(s, lrs=(1e-3 * share,), moved=1e-4 * share)
+            for s in healthy(count)
+            for share in [0.5 + 0.5 * math.cos(math.pi * s.number / count)]
+        ]
+        ended = [*cosine, *every(healthy(300, start=count + 1), lrs=(1e-12,), moved=1e-13)]
+        assert is_clear(self.of(ended[: count + 60], groups=(group(3, lr=1e-3, initial_lr=1e-3),)))
+        rising = [replace(s, lrs=(1e-12 * s.number,), moved=1e-13 * s.number) for s in healthy(300)]
+        assert is_clear(self.of(rising, groups=(group(3, lr=1e-3, initial_lr=1e-3),)))
 
 
 def _messages(said: Answer, word: str) -> list[str]:

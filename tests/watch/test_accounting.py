@@ -329,3 +329,16 @@ def test_backwards_without_any_step_are_told() -> None:
     report = w.report()
     assert report.subjects[0].facts["backwards without any step of an optimizer"] == 3
     assert report.exit_code == 2
+
+
+def test_ddp_that_leaves_gradients_to_one_rank_is_known(one_rank: None) -> None:
+    from ghoststep.watching.run_facts import _own_gradients
+
+    plain = torch.nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    assert _own_gradients(nn.Linear(2, 2)) == _own_gradients(plain) == ""
+    plain.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    assert "communication hook <lambda>" in _own_gradients(plain)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ignore = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, ["1.weight"])  # type: ignore[no-untyped-call]
+    assert "leave parameters out" in _own_gradients(torch.nn.parallel.DistributedDataParallel(module))

@@ -128,3 +128,66 @@ def test_gradients_cleared_after_backward() -> None:
 def test_a_catapult_rises_and_comes_back() -> None:
     catapulted = [s.loss or 0.0 for s in steps_of(run(RISING["catapult, a hundredfold"], 60, flush_steps=8).watches[0])]
     assert max(catapulted) > 100 * catapulted[0] > 100 * catapulted[-1]
+
+
+def backwards(kind: str, count: int = 40) -> Watch:
+    """Loops in which some gradients are cleared before a step, on purpose or not."""
+    torch.manual_seed(0)
+    model, other = TinyLM(), TinyLM()
+    optimizer, others = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, other))
+
+    def backward(i: int) -> None:
+        next_token_loss(model(tokens(i)), tokens(i)).backward()  # type: ignore[no-untyped-call]
+
+    with watch(model, optimizer, flush_steps=8) as w:
+        for i in range(count):
+            optimizer.zero_grad()
+            if kind == "left out" and i % 4 == 1:
+                backward(i)
+                continue
+            for _ in range({"inside": 4, "sharpness": 1, "accumulated": 0}.get(kind, 0)):
+                backward(i)
+                optimizer.zero_grad()
+            backward(i)
+            if kind == "accumulated":
+                backward(i + 1)
+            optimizer.step()
+            if kind == "adversary" and i % 5 == 4:  # through our model into another one's weights, as a generator's turn does
+                backward(i)
+                next_token_loss(other(tokens(i)), tokens(i)).backward()  # type: ignore[no-untyped-call]
+                others.step()
+                others.zero_grad()
+    return w
+
+
+def test_backwards_whose_gradients_are_thrown_away() -> None:
+    (note,) = verdict(backwards("left out"), "GS420").findings
+    assert "the gradients of 10 backwards were set to None before any step used them (before steps 2, 5, 8, 11," in note.message
+    (note,) = verdict(backwards("inside"), "GS420").findings
+    assert "the gradients of 160 backwards" in note.message
+
+
+@pytest.mark.parametrize("kind", ["", "accumulated", "sharpness", "adversary"])
+def test_backwards_that_are_used_or_have_another_purpose(kind: str) -> None:
+    assert verdict(backwards(kind), "GS420").outcome is Outcome.CLEAR
+
+
+@pytest.mark.parametrize(("halving", "outcome"), [(1, Outcome.FOUND), (60, Outcome.CLEAR)])
+def test_a_schedule_that_is_over_early(halving: int, outcome: Outcome) -> None:
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5 ** (i / halving))
+    with watch(model, optimizer, flush_steps=16, scheduler=schedule) as w:
+        for i in range(150):
+            optimizer.zero_grad()
+            next_token_loss(model(tokens(i)), tokens(i)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+    assert verdict(w, "GS406").outcome is outcome
+    if outcome is Outcome.FOUND:
+        assert (
+            "does not rise. Look at the number of steps that the schedule was built for"
+            in verdict(w, "GS406").findings[0].message
+        )
+        assert len(live(w, "GS406")) == 1

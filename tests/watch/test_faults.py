@@ -87,6 +87,7 @@ HOOKS: dict[str, tuple[Callable[[], Loop], dict[str, Any]]] = {
     "policy": (CALM, {}),
     "decoding tokens": (CALM, {}),
     "keeping a batch": (LOST, {}),
+    "untrained parameters": (CALM, {}),
 }
 """Hook → a loop that calls it, and wishes."""
 

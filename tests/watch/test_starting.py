@@ -22,7 +22,6 @@ from ghoststep.errors import UsageError
 from ghoststep.finding import Outcome
 from ghoststep.watching import patches
 from ghoststep.watching.policy import GhoststepWarning
-from tests.local_hub import need_loopback
 from tests.watch.loops import TinyLM, next_token_loss, tokens
 
 NEVER = "this watch was never started"
@@ -417,19 +416,6 @@ def test_a_compiled_model_and_one_that_was_thawed_are_fine() -> None:
         train(model, optimizer)
     assert len(w.flusher.facts.trainable) == len(list(model.parameters()))
     assert w.flusher.kept[0].num_gradients == len(list(model.parameters()))
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    import torch.distributed as dist
-
-    need_loopback()
-    if dist.is_initialized():
-        pytest.skip("another test holds the process group")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_ddp_and_fsdp(one_rank: Any) -> None:

@@ -43,6 +43,8 @@ class StepBuilder:
         self.early, self.kept = Before(norms), Kept(norms)
         self._ended_at: float | None = None
         self._num_nodes: int | None = None
+        self._num_dropped = 0
+        self._is_shared = False  # another model's optimizer has stepped since our last backward
         self._reset()
 
     def _reset(self) -> None:
@@ -75,16 +77,24 @@ class StepBuilder:
         self.kept.forget()
         if self.sample.stuck is not None:
             self.sample.stuck.restart()
+        self._num_dropped = 0
         self._reset()
 
     def begin_backward(self, tensors: Any) -> HostFacts | None:
         """Before a backward, perhaps another model's: a finished step of ours ends here at the latest, and is returned."""
         ended = self.close() if self.has_stepped else None
         if not self.early.begin_backward():
-            self._reset()  # gradients that nothing used and that are gone: what was seen of them is no part of the next step
+            # Gradients that nothing used and that are gone: what was seen of them is no part of the next step.
+            self._num_dropped += 0 if self._is_shared else self.host.num_micro_batches
+            self._reset()
         self.kept.began(self.early.seen)
         self._num_nodes = _count_nodes(_tensors(tensors)) if self.number <= 5 or self.number % 50 == 0 else None
         return ended
+
+    def stepped_elsewhere(self) -> None:
+        """An optimizer of other parameters has stepped: what our last backward left here may have been for that one (a generator's
+        through the discriminator)."""
+        self._is_shared = True
 
     def end_backward(self, tensors: Any) -> bool:
         """After a backward; False if it was not one of this model."""
@@ -93,6 +103,7 @@ class StepBuilder:
         self.kept.ended(self.early.seen)
         if not is_ours and not mine:
             return False
+        self._is_shared = False
         if not self.is_open:
             self.sample.keep()
         micro = self.host.num_micro_batches
@@ -238,6 +249,7 @@ class StepBuilder:
         if self.ring.is_full:
             raise RuntimeError("the ring is full: it was not flushed")
         facts = self.host
+        facts.num_dropped, self._num_dropped = self._num_dropped, 0
         self.ring.put(facts, self.before, self.after, torch.cat(parts))
         self._ended_at = facts.ended_at
         self.number += 1

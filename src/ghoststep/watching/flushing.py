@@ -18,6 +18,7 @@ from ghoststep.watching.policy import Policy
 from ghoststep.watching.recorder import Recorder
 from ghoststep.watching.ring import Flushed
 from ghoststep.watching.spool import Spool
+from ghoststep.watching.untrained import Untrained
 
 MAX_KEPT = 4096
 """Steps kept in memory where there is no record on disk, so that the last report counts all of them."""
@@ -57,6 +58,7 @@ class Flusher:
     alarms: list[Alarm] = field(default_factory=list)
     aside: list[Step] | None = None
     num_noted: int = 0
+    untrained: Untrained | None = None
 
     def add(self, flushed: Flushed | None) -> None:
         """Take a flush whose copy is on its way."""
@@ -71,7 +73,18 @@ class Flusher:
 
     def _read(self, flushed: Flushed) -> None:
         flushed.wait()
-        self._work(self.recorder.steps(flushed))
+        steps = self.recorder.steps(flushed)
+        if self.untrained is not None and self.aside is None:
+            self.faults.guarded("untrained parameters", self._look_for_untrained)(self.untrained, flushed, steps)
+        self._work(steps)
+
+    def _look_for_untrained(self, untrained: Untrained, flushed: Flushed, steps: list[Step]) -> None:
+        untrained.learned(flushed, steps)
+        found = untrained.facts()
+        if found != self.facts.untrained:
+            self.facts = replace(self.facts, untrained=found)
+            if self.spool is not None:
+                self.spool.update(self.facts)
 
     def _work(self, steps: list[Step]) -> None:
         """Each part under its own guard: a sink that fails does not end the judging."""

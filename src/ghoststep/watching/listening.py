@@ -140,6 +140,8 @@ class Listening:
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
         if not self._is_ours(optimizer):
+            if self._builder is not None:
+                self._builder.stepped_elsewhere()
             return
         self._do("optimizer step", lambda b: self._stepped(b, optimizer))
         if self._flusher is not None:
@@ -222,7 +224,10 @@ class Listening:
         if not any(o is optimizer for o in self._every_optimizer()):
             self._found.append(weakref.ref(optimizer))
             self._take_in(optimizer)
-        self._ended_step(builder.optimizer_stepped(optimizer, self._indices_of(optimizer)))
+        indices = self._indices_of(optimizer)
+        if (untrained := self.flusher.untrained) is not None:
+            self.faults.guarded("untrained parameters", untrained.stepped)(optimizer, indices)
+        self._ended_step(builder.optimizer_stepped(optimizer, indices))
         assert self._flusher is not None
         self._flusher.take()
         self._look_for_newcomers()

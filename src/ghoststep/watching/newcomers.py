@@ -20,10 +20,14 @@ class Newcomers:
         self._watched = {id(p) for p in watched}
         self._others = [(n, p) for n, p in model.named_parameters() if id(p) not in self._watched]
         self._is_swapping = is_swapping
+        self.gone: set[int] = set()
+        """Ids of watched parameters that were not in the model any more when it was last looked at."""
 
     def told(self) -> str:
         """How many there are and what follows, or "". Cost: a walk over the modules, 1 ms for a thousand."""
-        current = self._others if self._is_swapping else self._model.named_parameters()
+        current = self._others if self._is_swapping else list(self._model.named_parameters())
+        if not self._is_swapping:
+            self.gone = self._watched - {id(p) for _, p in current}
         names = [plain_name(n) for n, p in current if p.requires_grad and id(p) not in self._watched]
         if not names:
             return ""

@@ -120,7 +120,8 @@ class Recorder:
         loss = scalars["loss"] / (scale or 1.0) if facts.num_losses else None
         step = Step(
             number=facts.number, ended_at=facts.ended_at, seconds=facts.seconds,
-            outcome=_outcome(facts, was_skipped), num_micro_batches=facts.num_micro_batches, num_tokens=facts.num_tokens, loss=loss,
+            outcome=_outcome(facts, was_skipped), num_micro_batches=facts.num_micro_batches,
+            num_dropped=facts.num_dropped, num_tokens=facts.num_tokens, loss=loss,
             norm=_total(before_P[has_P]), tables_norm=_total(before_P[has_P & self.is_table_P]),
             trunk_norm=_total(before_P[has_P & ~self.is_table_P]),
             norm_after=_total(after_P[had_P]), trunk_norm_after=_total(after_P[had_P & ~self.is_table_P]),

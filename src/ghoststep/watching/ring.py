@@ -27,6 +27,7 @@ class HostFacts:
     ended_at: float
     seconds: float | None
     num_micro_batches: int = 0
+    num_dropped: int = 0
     num_tokens: int = 0
     num_losses: int = 0
     lrs: tuple[float, ...] = ()

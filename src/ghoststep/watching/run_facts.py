@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import ghoststep
-from ghoststep.evidence.steps import RunFacts, TableFacts
+from ghoststep.evidence.steps import OWN_GRADIENTS, RunFacts, TableFacts
 from ghoststep.evidence.training import OptimizerGroup
 from ghoststep.remedies.clip_gradients import is_sharded
 from ghoststep.watching.seams import Table
@@ -121,10 +121,24 @@ def _unseen(model: torch.nn.Module, names: Sequence[str], tables: Sequence[Table
             said["tables_norm"] = said["rows of bags"]
     if _parallelism(model) == "FSDP1":
         said["norms"] = "FSDP1 flattens parameters: norms are those of flat shards and their names say little"
+    if why := _own_gradients(model):
+        said[OWN_GRADIENTS] = why
     compiled = hasattr(model, "_orig_mod") or any(m._compiled_call_impl is not None for m in model.modules())
     if compiled and tables:
         said["rows"] = "torch.compile: hooks inside a compiled graph do not run, so places in the batch are not seen"
     return said
+
+
+def _own_gradients(model: torch.nn.Module) -> str:
+    """Why ranks under DDP may rightly step with gradients of their own; "" where they may not."""
+    for module in model.modules():
+        hooks = getattr(module, "_comm_hooks", None)
+        if hooks:
+            name = getattr(hooks[0][0], "__name__", type(hooks[0][0]).__name__)
+            return f"DDP has the communication hook {name}, which may leave each rank gradients of its own"
+        if hooks is not None and getattr(module, "parameters_to_ignore", None):
+            return "DDP was told to leave parameters out, so that each rank has gradients of its own there"
+    return ""
 
 
 def _fingerprint(tokenizer: Any) -> str:

@@ -24,6 +24,7 @@ from ghoststep.watching.run_facts import optimizer_groups, run_facts
 from ghoststep.watching.seams import ModelSeams
 from ghoststep.watching.setting_up import Wishes, holds_none, make_flusher, make_wishes
 from ghoststep.watching.unstarted import Unstarted
+from ghoststep.watching.untrained import Untrained
 from ghoststep.watching.users_line import users_line
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class Watch(Listening):
                 TensorNorms(self._parameters, device), sample, seams.tables, self._ring, first_number=first
             )
             self._newcomers = Newcomers(self.model, self._parameters, is_swapping="FSDP" in facts.parallelism)
+            if facts.parallelism in ("", "DDP"):  # a shard may be empty, or zero on one rank only
+                self._flusher.untrained = Untrained(self._names, self._parameters, self._newcomers, self.optimizers)
             self._seams = seams
             self._strict = [s for o in self.optimizers if (s := self._strict_for(o)) is not None]
             if self._strict:

@@ -11,6 +11,8 @@ from ghoststep.step_texts import cost_text
 
 MANY_IN_A_ROW = 64
 """Steps without any gradient that are no chance any more: with half of the batches empty it is 5e-20."""
+LEAST_LOST = 8
+"""Steps whose gradients arrived and were zeroed, from which that is more than a bad batch or two left out."""
 MOST_NUMBERS = 8
 """Steps that are named by number."""
 
@@ -23,7 +25,8 @@ def empty_step(run: RunRecord) -> Answer:
     Steps that the optimizer took with gradients of exactly zero in every tensor, before any clipping, on every rank. One note for
     all of them, with their number, the first ones and their cost; one more for those in which a gradient reached the input table's
     output, so that it was set to zero after backward, or masked; and one for steps without any gradient at all among others that
-    had one. 64 such steps in a row are a warning.
+    had one. 64 such steps in a row are a warning. Gradients that arrived and were zero all the same are a warning in a tenth of the
+    steps, an error in half of them. Also, as a note, backwards whose gradients were thrown away before any step.
 
     ## Why it matters
     A batch without any label, behind a loss that guards itself against 0 / 0, costs a step and says nothing. The optimizer still
@@ -60,9 +63,32 @@ def empty_step(run: RunRecord) -> Answer:
     absent = [n for n in absent if all(_is_absent(s) for _, s in steps_at(run, n))]
     if absent:
         findings.append(_absent_finding(run, absent))
-    findings += _unbroken(run, set(numbers) | set(absent))
+    findings += _unbroken(run, {*empty, *absent})
+    findings += _dropped(run)
     power = Power(quantity="steps with gradients of exactly zero", smallest_detectable=1, unit="steps")
     return answer(findings, power=power, reason=looked_at(run))
+
+
+def _dropped(run: RunRecord) -> list[Finding]:
+    """Backwards that no step used. One before every step is how sharpness-aware optimizers and gradient penalties work."""
+    findings = []
+    for record in run.ranks:
+        with_dropped = [s for s in record.steps if s.num_dropped]
+        if not with_dropped or all(s.num_dropped == 1 for s in record.steps):
+            continue
+        total = sum(s.num_dropped for s in with_dropped)
+        findings.append(
+            Finding(
+                message=f"the gradients of {counted(total, 'backward')} were set to None before any step used them (before "
+                f"{_named([s.number for s in with_dropped])}; {counted(len(record.steps), 'step')} in all): batches that the loop "
+                "leaves out, zero_grad inside of an accumulation, or a backward for something else than training. If they were to "
+                "train the model, call zero_grad once for each step.",
+                where=Where(step=with_dropped[0].number, rank=record.facts.rank),
+                measured=Quantity(value=total, unit="backwards without a step"),
+                expected=Quantity(value=0, unit="backwards without a step"),
+            )
+        )
+    return findings
 
 
 def _unbroken(run: RunRecord, numbers: set[int]) -> list[Finding]:
@@ -113,7 +139,11 @@ def _finding(run: RunRecord, numbers: list[int], *, is_lost: bool) -> Finding:
             f"as backward left them (loss {_losses(run, numbers)}): {_cause(run, numbers)}. To tell these apart, count the labels "
             "of the batches that are not -100, or look at the rewards of their groups."
         )
+    severity = None
+    if is_lost and len(numbers) >= LEAST_LOST:  # a few are how a loop leaves a bad batch out
+        severity = Severity.ERROR if 2 * len(numbers) >= total else Severity.WARNING if 10 * len(numbers) >= total else None
     return Finding(
+        severity=severity,
         message=f"every gradient was exactly zero in {counted(len(numbers), 'step')} of {total} ({_named(numbers)}), {cause}"
         f"{cost_text(run, numbers)}",
         where=Where(step=step.number, rank=rank, parameter=step.rows[0].table if is_lost and step.rows else None),

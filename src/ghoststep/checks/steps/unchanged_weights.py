@@ -30,7 +30,8 @@ def unchanged_weights(
     elements with a gradient whose value did not change, because the update is smaller than half the spacing of the numbers
     around the weight (bf16 at a small learning rate). Of a run: 20 steps in a row, with gradients and a learning rate above 0,
     after which not one weight of the watch's sample is another; 50 steps in a row at a learning rate of 0 in every group, or
-    64 with gradients as large as ever that moved the sample by less than 6e-8 of its norm (clipped to nearly nothing); in a
+    64 with gradients as large as ever that moved the sample by less than 6e-8 of its norm (clipped to nearly nothing), or
+    most of 128 and more that did at a learning rate that no longer rises (a schedule that is over); in a
     window of 64 steps near the full learning rate, elements of 16-bit weights that had a gradient in each of them and one and
     the same value all the while (torch's own optimizers); or 20 steps and more, from the first one on, in which not one
     parameter had a gradient.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ghoststep.evidence.steps import RankRecord, RunRecord, Step, StepOutcome
+from ghoststep.evidence.steps import STUCK_STEPS, RankRecord, RunRecord, Step, StepOutcome
 from ghoststep.finding import Basis, Finding, Power, Quantity, Severity, Where
 from ghoststep.parameter_text import counted
 from ghoststep.registry import Answer, Unknown, answer
@@ -29,8 +29,6 @@ NOT_CONVERGED = 1 / 30
 """Of the largest gradient norm so far: under it a run may have nothing left to learn."""
 OVER_STEPS = 128
 """Steps of a run from which a learning rate that is spent in most of them is no end of a schedule."""
-WINDOW = 64
-"""Steps that a value of `Step.stuck` is about; and steps in a row that moved next to nothing, so that both are known together."""
 ABSENT_STEPS = 20
 """Steps without any gradient, from the first one on: an optimizer that is called before the loop takes one."""
 
@@ -61,7 +59,9 @@ def of_run(run: RunRecord, lost_fraction: float, error_fraction: float) -> Answe
         lost += _lost_updates(stretch, base, lost_fraction, error_fraction, record.facts.rank)
         if not lost and "stuck" not in record.facts.unseen:  # random rounding moves seldom and far
             over = _rate_is_over(stretch)
-            still = [] if over else long_runs(stretch, _hardly_moving(stretch, base), WINDOW)
+            still = (
+                [] if over else long_runs(stretch, _hardly_moving(stretch, base), STUCK_STEPS)
+            )  # so that both are known together
             lost += [_over(stretch.steps, over, record.facts.rank)] if over else []
             lost += [_hardly(stretch.steps[start:stop], record.facts.rank) for start, stop in still]
     if lost:
@@ -144,7 +144,7 @@ def _window(steps: Sequence[Step]) -> Sequence[Step]:
     for step in reversed(steps):
         if step.outcome is StepOutcome.STEPPED:
             taken.append(step)
-        if len(taken) == WINDOW:
+        if len(taken) == STUCK_STEPS:
             return taken[::-1]
     return ()
 
@@ -190,8 +190,7 @@ def _rate_is_over(stretch: Stretch) -> list[int]:
     for i, s in enumerate(stretch.steps):
         norm = s.norm if s.norm is not None and math.isfinite(s.norm) else 0.0
         largest = max(largest, norm)
-        is_pushed = s.outcome is StepOutcome.STEPPED and bool(s.trunk_norm) and norm > max(LEAST_NORM, NOT_CONVERGED * largest)
-        if is_pushed and s.moved is not None and s.moved <= LEAST_MOVED and min(s.lrs, default=0.0) > 0:
+        if _hardly_moved(s) and norm > max(LEAST_NORM, NOT_CONVERGED * largest):
             found.append(i)
     if 2 * len(found) <= len(stretch.steps) or max(stretch.steps[found[-1]].lrs) > max(stretch.steps[found[0]].lrs):
         return []
@@ -216,15 +215,15 @@ def _over(steps: Sequence[Step], places: Sequence[int], rank: int) -> Finding:
 def _hardly_moving(stretch: Stretch, base: float) -> list[bool]:
     """Steps with gradients as large as ever that moved the weights by less than float32 can hold, whatever the reason."""
     return [
-        s.moved is not None
-        and s.moved <= LEAST_MOVED
-        and s.outcome is StepOutcome.STEPPED
-        and bool(s.trunk_norm)
-        and min(s.lrs, default=0.0) > 0
-        and max(s.lrs) >= FULL_RATE * base
-        and _is_as_large_as_ever(s, stretch.history(i))
+        _hardly_moved(s) and max(s.lrs) >= FULL_RATE * base and _is_as_large_as_ever(s, stretch.history(i))
         for i, s in enumerate(stretch.steps)
     ]
+
+
+def _hardly_moved(step: Step) -> bool:
+    """A step with gradients outside the tables and learning rates above 0 that moved the weights by less than float32 can hold."""
+    has_push = step.outcome is StepOutcome.STEPPED and bool(step.trunk_norm) and min(step.lrs, default=0.0) > 0
+    return has_push and step.moved is not None and step.moved <= LEAST_MOVED
 
 
 def _is_as_large_as_ever(step: Step, before: Sequence[Step]) -> bool:

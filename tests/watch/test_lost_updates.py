@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import ghoststep
+from ghoststep.evidence.steps import STUCK_STEPS
 from ghoststep.finding import Finding, Outcome, Severity, Verdict
-from ghoststep.watching.stuck import LEAST_ELEMENTS, WINDOW, StuckElements
+from ghoststep.watching.stuck import LEAST_ELEMENTS, StuckElements
 from tests.watch.healthy_loops import PureBfloat16, clipped, warm_up
 from tests.watch.loops import Loop, TinyLM, Watch, language_model, next_token_loss, run, steps_of, tokens, watch
 from tests.watch.other_loops import hugging_face, lora, mixture
@@ -174,10 +175,10 @@ def test_the_share_equals_what_a_slow_loop_counts(kind: torch.dtype) -> None:
     stuck = StuckElements.of(parameters, sizes)
     assert stuck is not None
     weight = torch.tensor([300 / 64] * 64 + [90 / 64] * 64)
-    gaps, moves = (torch.randint(-3 * WINDOW, WINDOW, (128,), generator=random) for _ in range(2))
+    gaps, moves = (torch.randint(-3 * STUCK_STEPS, STUCK_STEPS, (128,), generator=random) for _ in range(2))
     sample = torch.cat([p.detach()[:64].float() for p in parameters])
     found = None
-    for i in range(WINDOW):
+    for i in range(STUCK_STEPS):
         for p, gap in zip(parameters, (gaps[:64], gaps[64:]), strict=True):
             p.grad = torch.ones_like(p)
             p.grad[:64][gap == i] = (0.0, torch.inf, torch.nan)[i % 3]
@@ -185,7 +186,7 @@ def test_the_share_equals_what_a_slow_loop_counts(kind: torch.dtype) -> None:
         stuck.saw(last, sample)
         stuck.stepped(made, {id(p) for p in parameters})
         found = stuck.end_step(is_taken=True)
-        assert (found is None) == (i < WINDOW - 1)
+        assert (found is None) == (i < STUCK_STEPS - 1)
     pushed, stayed = gaps < 0, moves < 0
     assert found is not None
     assert float(found) == pytest.approx(float(weight[pushed & stayed].sum() / weight[pushed].sum()))

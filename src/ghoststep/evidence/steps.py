@@ -210,6 +210,10 @@ UNWATCHED = "unwatched parameters"
 OWN_GRADIENTS = "gradients of one rank only"
 """Key in `RunFacts.unseen`: why ranks may rightly step with unequal gradients under DDP."""
 
+STUCK_STEPS = 64
+"""Steps that a value of `Step.stuck` is about. Long enough that an element whose update is near half a spacing moves once (Adam's
+updates of one element vary by some ten within as many steps), short enough to be in the record of a small fine-tuning."""
+
 HISTORY = 256
 """Steps of history that a check may look back on."""
 

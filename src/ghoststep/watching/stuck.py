@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ghoststep.evidence.steps import STUCK_STEPS
 from ghoststep.remedies.clip_gradients import local
 
 if TYPE_CHECKING:
     import torch
-
-WINDOW = 64
-"""Steps after which it is counted. Long enough that an element whose update is near half a spacing moves once (Adam's updates of one
-element vary by some ten within as many steps), short enough to be in the record of a small fine-tuning."""
 
 LEAST_ELEMENTS = 64
 """Pushed elements below which a share says little: of 64 its standard error is at most 6 %."""
@@ -99,7 +96,7 @@ class StuckElements:
         self._pushed_N = self._pushed_N & self._now_N if self._now_N is not None else torch.zeros_like(self._pushed_N)
         self._now_N = None
         self._num_steps += 1
-        if self._num_steps < WINDOW:
+        if self._num_steps < STUCK_STEPS:
             return None
         pushed_N = self._weight_N * self._pushed_N
         share = (pushed_N * self._stayed_N).sum() / pushed_N.sum()
